@@ -1,0 +1,1 @@
+"""Several language models in one checkpoint."""
