@@ -1,0 +1,121 @@
+"""All that Nestling asks of transformers: configs, stock models and their skeletons, tokenizers.
+
+Nothing here reaches the network and no remote code is run: model classes are the ones that transformers ships.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from nestling.arch import ARCHITECTURES, Architecture, Config, find
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def config_object(config: Config) -> transformers.PretrainedConfig:
+    """The stock config object for a config.json, without the keys that name remote code."""
+    plain = {k: v for k, v in config.items() if k not in {"auto_map", "transformers_version", "model_type"}}
+    return AutoConfig.for_model(config["model_type"], **plain)
+
+
+def load_model(folder: str | Path, *, dtype: str = "fp32", device: str = "cpu") -> PreTrainedModel:
+    """The stock model of a folder, in evaluation mode. A weight that is missing or left over is an error, not a
+    message."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            raise ValueError(f"'{folder}' does not fit its own model class: {what} {sorted(info[what])[:5]}.")
+    return model.to(device).eval()
+
+
+def save_model(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights (stock names in memory) as the stock class writes them: its names on disk, one tensor an expert."""
+    assert isinstance(model, PreTrainedModel)
+    model.save_pretrained(folder, state_dict=dict(weights))
+
+
+def new_model(config: Config, *, seed: int) -> PreTrainedModel:
+    """A stock model with random weights, as its class draws them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config_object(config)).eval()
+
+
+def skeleton(config: Config, *, device: str = "cpu") -> PreTrainedModel:
+    """The stock model without weights: parameters on the meta device, everything that is computed from the config
+    real."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_object(config))
+    for module in model.modules():
+        kept = module._non_persistent_buffers_set
+        if any(module._buffers[name] is not None and module._buffers[name].is_meta for name in kept):  # type: ignore[union-attr]
+            fresh = type(module)(model.config).to(device)  # type: ignore[call-arg]
+            for name in kept:
+                module._buffers[name] = fresh._buffers[name]
+    return model.requires_grad_(False)
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder."""
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def architecture_of(model: PreTrainedModel) -> tuple[Architecture, Config]:
+    """The table and the complete config of a stock model object."""
+    return find({"model_type": model.config.model_type, **model.config.to_dict()})
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones once; live, not copies."""
+    seen: set[int] = set()
+    state = {}
+    persistent = set(model.state_dict().keys())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in persistent and id(tensor) not in seen:
+            seen.add(id(tensor))
+            state[name] = tensor
+    return state
+
+
+def mask_router(gate: nn.Module, output: tuple[Tensor, ...], excluded: Tensor) -> tuple[Tensor, ...]:
+    """What a softmax router gives when some experts are excluded *before* top-k.
+
+    output: the stock router's (logits [token, expert], weights [token, active], chosen [token, active]); excluded:
+    [expert]. Setting a weight to zero after top-k would leave the excluded expert in a kept expert's seat.
+    """
+    logits = output[0].masked_fill(excluded, float("-inf"))
+    p, chosen = torch.softmax(logits.float(), dim=-1).topk(gate.top_k, dim=-1)  # type: ignore[arg-type]
+    if getattr(gate, "norm_topk_prob", True):
+        p = p / p.sum(dim=-1, keepdim=True)
+    return logits, p.to(output[1].dtype), chosen
+
+
+def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those inputs that the model's forward takes."""
+    names = inspect.signature(model.forward).parameters
+    return {k: v for k, v in inputs.items() if k in names}
+
+
+def modules_at(model: nn.Module, pattern: str, num_layers: int) -> Iterator[tuple[int | None, nn.Module]]:
+    """The modules that a name pattern of the table names, with their layer; layers that have no such module are
+    passed over."""
+    modules = dict(model.named_modules())
+    if "{layer}" not in pattern:
+        yield None, modules[pattern]
+        return
+    for layer in range(num_layers):
+        if pattern.format(layer=layer) in modules:
+            yield layer, modules[pattern.format(layer=layer)]
+
+
+assert set(ARCHITECTURES) <= set(transformers.CONFIG_MAPPING.keys())
