@@ -28,8 +28,9 @@ test: setup  ## the tests that take seconds
 slow: setup  ## the tests and examples that take minutes or hours
 	$(PY) -m pytest -q -m slow --timeout 0
 
-bench: setup  ## step times as ratios inside one run
-	$(PY) benchmarks/step.py
+bench: setup  ## what a training step and scoring cost, as ratios inside one run
+	$(PY) -m benchmarks.step
+	$(PY) -m benchmarks.score
 
 lint: setup  ## ruff, its formatter and pyright
 	@status=0; \

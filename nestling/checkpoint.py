@@ -38,6 +38,8 @@ BYTES = {
     "I8": 1,
     "BOOL": 1,
 }
+TORCH = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # what trained weights come in
+TEMPLATES = "additional_chat_templates"  # the one folder among the sidecars
 HEADER_LIMIT = 100_000_000  # bytes, as the safetensors library itself
 
 
@@ -164,9 +166,14 @@ class Writer:
 
 
 @contextmanager
-def new_folder(to: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to write into, beside `to`; renamed to `to` at the end, removed if anything goes wrong."""
+def new_folder(to: str | Path, *, overwrite: bool = False, source: Path | None = None) -> Iterator[Path]:
+    """A folder to write into, beside `to`; renamed to `to` at the end, removed if anything goes wrong.
+
+    source: the folder that is read meanwhile; it cannot be the one that is replaced.
+    """
     to = Path(to)
+    if source is not None and to.resolve() == source.resolve():
+        raise ValueError(f"'{to}' is the folder that is read: nothing is written in place. Choose another folder.")
     if to.exists() and not overwrite:
         raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -197,6 +204,9 @@ def copy_sidecars(source: Path, to: Path) -> list[str]:
             continue
         shutil.copyfile(file, to / file.name)
         copied.append(file.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, to / TEMPLATES)
+        copied.append(TEMPLATES)
     return copied
 
 
@@ -226,6 +236,12 @@ def _read_header(file: Path) -> dict[str, Entry]:
             header = json.loads(stream.read(length))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{file} has a broken safetensors header: {error}") from error
+    end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
+    if 8 + length + end > file.stat().st_size:
+        raise ValueError(
+            f"{file} is cut short: it has {file.stat().st_size:,} bytes, its header speaks of {8 + length + end:,}. "
+            "Download or copy it again."
+        )
     return {
         name: Entry(file, tensor["dtype"], tuple(tensor["shape"]))
         for name, tensor in header.items()

@@ -93,7 +93,7 @@ def memory(
 
 def parse_bytes(text: str) -> int:
     """Bytes from a text such as 16GiB, 500MB or 123456."""
-    match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"cannot read '{text}' as bytes: expected a number with KB, MB, GB, TB or KiB, MiB, GiB, TiB.")
     number, prefix, binary = match.groups()

@@ -58,6 +58,7 @@ class ElasticModel(nn.Module):
         self.full = model
         # Skeletons own no weights; as registered modules they would be sharded, saved and counted.
         self.__dict__["_skeletons"] = {}
+        self.train(model.training)
 
     @property
     def layers(self) -> list[ElasticLayer]:
@@ -66,7 +67,7 @@ class ElasticModel(nn.Module):
 
     def run_of(self, sizes: Mapping[str, int], *, stairs: Stairs | None = None) -> Run:
         """The run of a member with these sizes."""
-        check_sizes(self.layout, self.config, sizes, who="the member")
+        sizes = check_sizes(self.layout, self.config, sizes, who="the member")
         layers = tuple(kept_layers(self.layer_order, sizes["layer"])) if "layer" in sizes else None
         return Run(sizes={a: n for a, n in sizes.items() if a != "layer"}, layers=layers, stairs=stairs or {})
 

@@ -67,7 +67,13 @@ class Nest:
         """The config.json of a member as a model of its own: the nest's own with every size written."""
         arch = self.layout.arch
         small = arch.resize(self.config, self.sizes(member), self.layers(member))
-        changed = {k: v for k, v in small.items() if k in self.stored or k in arch.config or v != self.config.get(k)}
+        # A stored key that `complete` spells otherwise is gone from `small`: then its new spelling must be written.
+        is_respelled = bool(self.stored.keys() - small.keys())
+        changed = {
+            k: v
+            for k, v in small.items()
+            if is_respelled or k in self.stored or k in arch.config or v != self.config.get(k)
+        }
         return {k: v for k, v in self.stored.items() if k in small} | changed
 
     def member_layout(self, member: Member) -> Layout:
@@ -99,6 +105,9 @@ def open_nest(folder: str | Path) -> Nest:
     told = read_json(checkpoint.folder / "nest.json")
     if told.get("format_version") != VERSION:
         raise ValueError(f"nest.json is of format {told.get('format_version')}; this Nestling reads {VERSION}.")
+    lacking = [key for key in ("fingerprint", "members", "layer_order", "parent", "recipe") if key not in told]
+    if lacking:
+        raise ValueError(f"nest.json of '{folder}' lacks {', '.join(lacking)}: it is broken. Copy it again.")
     if told["fingerprint"] != plain.fingerprint:
         raise ValueError(
             f"nest.json was written with other weights than those in '{folder}' (fingerprint {told['fingerprint']}, "
@@ -106,8 +115,10 @@ def open_nest(folder: str | Path) -> Nest:
             "plain model."
         )
     members = {name: Member(name=name, **entry) for name, entry in map(_read_member, told["members"].items())}
-    for member in members.values():
-        check_sizes(layout, config, member.sizes, who=f"member '{member.name}'")
+    members = {
+        name: replace(member, sizes=check_sizes(layout, config, member.sizes, who=f"member '{name}'"))
+        for name, member in members.items()
+    }
     return replace(
         plain,
         members=members,
@@ -142,8 +153,9 @@ def write_nest(nest: Nest, folder: Path) -> None:
     )
 
 
-def check_sizes(layout: Layout, config: Config, sizes: Mapping[str, int], *, who: str) -> None:
-    """Refuse sizes that no member can have, with the nearest that it can."""
+def check_sizes(layout: Layout, config: Config, sizes: Mapping[str, Any], *, who: str) -> dict[str, int]:
+    """The sizes as whole numbers; those that no member can have are refused, with the nearest that it can."""
+    checked: dict[str, int] = {}
     elastic, refused = layout.elastic(), layout.arch.refuse(config)
     for axis, size in sizes.items():
         if axis not in elastic:
@@ -159,11 +171,13 @@ def check_sizes(layout: Layout, config: Config, sizes: Mapping[str, int], *, who
             raise ValueError(f"{who} asks for {size} units of '{axis}', the nest has {full}.")
         if axis in refused and size != full:
             raise ValueError(f"'{axis}' cannot shrink in this model: {refused[axis]}.")
-        least = config.get(elastic[axis].least, 1) if elastic[axis].least else 1
+        least = layout.arch.smallest(config, axis)
         if size < least:
             raise ValueError(
                 f"{who} asks for {size} units of '{axis}', but every token needs {least} ({elastic[axis].least})."
             )
+        checked[axis] = size
+    return checked
 
 
 def parse_sizes(text: str) -> dict[str, int]:

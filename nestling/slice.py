@@ -19,7 +19,7 @@ from nestling.nest import Member, Nest, open_nest
 def slice(nest: Nest, member: Member, to: str | Path, *, overwrite: bool = False) -> Path:
     """Write `member` as a checkpoint of its own, with tokenizer, chat template and generation config. Returns the
     folder."""
-    with new_folder(to, overwrite=overwrite) as folder:
+    with new_folder(to, overwrite=overwrite, source=nest.folder) as folder:
         writer = Writer(folder)
         for name, tensor in cut(nest, member):
             writer.add(name, tensor)

@@ -42,7 +42,7 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
     stored = nest.stored | (
         {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in nest.stored and dropped else {}
     )
-    with new_folder(to, overwrite=overwrite) as folder:
+    with new_folder(to, overwrite=overwrite, source=checkpoint.folder) as folder:
         writer = Writer(folder)
         for place in layout.places(keep):
             tensor = checkpoint.read(place.source)

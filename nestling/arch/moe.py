@@ -99,5 +99,5 @@ QWEN3_MOE = Architecture(
     norms=llama.NORMS,
     layers="model.layers",
     active="num_experts_per_tok",
-    quantized=llama.QUANTIZED,
+    quantized=("gate_proj.weight", "up_proj.weight", "down_proj.weight"),  # in experts and in dense layers
 )

@@ -145,7 +145,7 @@ NEMOTRON_H = Architecture(
         "mamba": Elastic(within=("layer", "group")),
         "mdim": Elastic(within=("layer",)),
         "q": Elastic(within=("layer", "kv")),
-        "expert": Elastic(within=("layer",), least="num_experts_per_tok"),
+        "expert": Elastic(within=("layer",), least="num_experts_per_tok", at_least=2),  # its router ranks groups by two
         "effn": Elastic(within=("layer", "expert")),
         "sffn": Elastic(within=("layer",)),
         "ffn": Elastic(within=("layer",)),

@@ -33,10 +33,12 @@ class Elastic:
 
     within: the enclosing axes in whose units it has an order of its own; `layer` first if each layer sorts by itself.
     least: config key whose value is the smallest legal size (an expert count cannot fall below top-k).
+    at_least: the smallest size that the stock class can run with.
     """
 
     within: tuple[str, ...] = ()
     least: str = ""
+    at_least: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,12 @@ class Architecture:
 
     def sizes(self, config: Config) -> dict[str, int]:
         """The size of every axis, read from a complete config."""
+        for key in (*self.config, *((self.active,) if self.active else ())):
+            if config.get(key) is not None and (not isinstance(config[key], int) or isinstance(config[key], bool)):
+                raise ValueError(
+                    f"{key} = {str(config[key])[:60]} is not one whole number. Sizes that differ by layer are not "
+                    "supported: no stock class of this architecture reads them."
+                )
         products = {key: parse(text)[0][0] for key, text in self.config.items() if config.get(key) is not None}
         sizes: dict[str, int] = {"layer": len(self.kinds(config))}
         unsolved = dict(products)
@@ -112,6 +120,11 @@ class Architecture:
             counted=counted,
             num_active=config.get(self.active) if self.active else None,
         )
+
+    def smallest(self, config: Config, axis: str) -> int:
+        """The least units of an axis that a model can run with."""
+        rule = self.elastic[axis]
+        return max(rule.at_least, config.get(rule.least, 1) if rule.least else 1)
 
     def within(self) -> dict[str, tuple[str, ...]]:
         """For each elastic axis, the axes that its order is nested in."""
@@ -182,6 +195,11 @@ class Layout:
             raise ValueError(
                 f"the checkpoint has {len(extra)} multi-token-prediction tensors ('{extra[0]}', ...), which "
                 "Nestling cannot cut. Leave them out knowingly with --drop mtp: no multi-token prediction then."
+            )
+        if extra == ["lm_head.weight"]:
+            raise ValueError(
+                "the checkpoint holds lm_head.weight, but its config says tie_word_embeddings: true. If the head is a "
+                "matrix of its own, set tie_word_embeddings to false in config.json; if it is a copy, delete it."
             )
         if extra:
             self.find(extra[0])
