@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.nemotron_h import modeling_nemotron_h
 
-from nestling import lean
 from nestling.arch import ARCHITECTURES, Architecture, Config, find
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def be_quiet() -> None:
+    """No progress bars and no advice from transformers on the terminal; errors still show."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def config_object(config: Config) -> transformers.PretrainedConfig:
@@ -73,32 +76,6 @@ def skeleton(config: Config, *, device: str = "cpu") -> PreTrainedModel:
             for name in kept:
                 module._buffers[name] = fresh._buffers[name]
     return model.requires_grad_(False)
-
-
-@contextmanager
-def lean_mamba() -> Iterator[None]:
-    """Inside, nemotron_h layers without kernels run in the forms of lean.py wherever these cover what is asked."""
-    stock_scan, stock_convolve = modeling_nemotron_h.mamba2_chunk_scan, modeling_nemotron_h.causal_conv1d_fn
-
-    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
-        if not lean.covers(x, options):
-            return stock_scan(x, dt, A, B, C, **options)
-        return lean.scan(
-            x, dt, A, B, C, D=options["D"], dt_bias=options["dt_bias"], dt_limit=tuple(options["dt_limit"])
-        )
-
-    def convolve(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **rest: Any
-    ) -> Any:
-        if x.device.type != "cpu" or activation != "silu":
-            return stock_convolve(x, weight, bias, activation=activation, **rest)
-        return nn.functional.silu(lean.convolve(x, weight, bias)).to(x.dtype)
-
-    modeling_nemotron_h.mamba2_chunk_scan, modeling_nemotron_h.causal_conv1d_fn = scan, convolve
-    try:
-        yield
-    finally:
-        modeling_nemotron_h.mamba2_chunk_scan, modeling_nemotron_h.causal_conv1d_fn = stock_scan, stock_convolve
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

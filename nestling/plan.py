@@ -1,0 +1,191 @@
+"""What a training run is to do: its stages, its members, and the sizes that a router may choose from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from huggingface_hub.errors import StrictDataclassError
+
+from nestling import hf
+from nestling.budget import Budget, check_reachable, choices, parse_budget
+from nestling.nest import ALIASES, FULL, Member, Nest, check_sizes, parse_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a run with its own context length, learning rate and weights of the members."""
+
+    steps: int
+    length: int  # tokens in one sequence
+    batch: int  # sequences of one rank in one batch
+    lr: float  # peak learning rate; falls to a tenth along a cosine
+    weights: Mapping[str, float]  # member -> its share of the loss, or of the draws; they add up to one
+
+
+def parse_stages(texts: Sequence[str], names: Sequence[str], *, blocks: int) -> list[Stage]:
+    """Stages from texts such as "tokens=4e6,length=1024,batch=8,lr=1e-4,weights=0.5/0.3/0.2".
+
+    names: the members, the full one first, in the order of the weights. blocks: batches in one optimizer step, all
+    ranks.
+    """
+    stages = []
+    for text in texts:
+        given = {key: value for key, _, value in (part.partition("=") for part in text.split(","))}
+        known = {"tokens", "length", "batch", "lr", "weights"}
+        if given.keys() - known or not {"tokens", "length", "batch", "lr"} <= given.keys():
+            raise ValueError(
+                f"cannot read stage '{text}': expected tokens=,length=,batch=,lr= and perhaps weights=a/b/c."
+            )
+        try:
+            tokens, length, batch = (int(float(given[key])) for key in ("tokens", "length", "batch"))
+            lr = float(given["lr"])
+            weights = [float(w) for w in given["weights"].split("/")] if "weights" in given else [1.0] * len(names)
+        except (ValueError, OverflowError):
+            raise ValueError(f"stage '{text}' holds something that is not a number.") from None
+        if len(weights) != len(names):
+            raise ValueError(f"stage '{text}' has {len(weights)} weights; expected one for each of {', '.join(names)}.")
+        if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
+            raise ValueError(f"stage '{text}': expected weights of at least 0 that are not all 0.")
+        steps = tokens // (length * batch * blocks) if min(length, batch) > 0 else 0
+        if steps < 1:
+            raise ValueError(f"stage '{text}' makes no step: one step takes {length * batch * blocks} tokens.")
+        if not 0 < lr < math.inf:
+            raise ValueError(f"stage '{text}': lr is {lr}, expected a number above 0.")
+        total = sum(weights)
+        shares = {name: weight / total for name, weight in zip(names, weights, strict=True)}
+        stages.append(Stage(steps=steps, length=length, batch=batch, lr=lr, weights=shares))
+    idle = [name for name in names[1:] if not any(stage.weights[name] for stage in stages)]
+    if idle:
+        raise ValueError(
+            f"member {', '.join(idle)} has weight 0 in every stage and would not be trained: leave it out."
+        )
+    return stages
+
+
+def count_soft_steps(stages: Sequence[Stage], share: float, names: Collection[str]) -> int:
+    """Steps of the router's phase; an error if it could not learn a budget, or if no step were left for the members.
+
+    share: of all steps. names: the members that the router chooses for.
+    """
+    total = sum(stage.steps for stage in stages)
+    steps = max(1, round(share * total))
+    if steps >= total:
+        raise ValueError(
+            f"the router takes {steps} of the run's {total} steps, and none is left for the members: give the "
+            "stages more tokens, or lower router_share."
+        )
+    starts = [sum(stage.steps for stage in stages[:i]) for i in range(len(stages))]
+    for name in names:
+        if not any(stage.weights[name] for stage, start in zip(stages, starts, strict=True) if start < steps):
+            raise ValueError(
+                f"member '{name}' has weight 0 while the router learns (the first {steps} steps), so its sizes would "
+                "be drawn at random: give it a weight there, or sizes of its own."
+            )
+    return steps
+
+
+def learning_rate(step: int, stage: Stage, first: int, *, warmup: int) -> float:
+    """Linear warm-up over the run's first steps, and within each stage a cosine from its lr to a tenth of it."""
+    through = (step - first) / max(1, stage.steps - 1)
+    cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * through)) / 2
+    return stage.lr * cosine * min(1.0, (step + 1) / max(1, warmup))
+
+
+def plan_members(texts: tuple[str, ...], nest: Nest) -> tuple[dict[str, Member], dict[str, Budget]]:
+    """What each member asks for: explicit sizes, or a budget for the router to meet."""
+    sized: dict[str, Member] = {}
+    asked: dict[str, Budget] = {}
+    for text in texts:
+        name, equals, rest = text.partition("=")
+        if not equals or not name:
+            raise ValueError(
+                f"cannot read member '{text}': expected NAME=BUDGET or NAME=SIZES, such as 45=active:0.45."
+            )
+        if name in {FULL, *ALIASES}:
+            raise ValueError(f"member '{name}' is the full model, which is always trained: choose another name.")
+        if name in sized or name in asked:
+            raise ValueError(f"member '{name}' is given twice.")
+        if ":" in rest:
+            asked[name] = parse_budget(rest, nest.layout, nest.config)
+        else:
+            sizes = check_sizes(nest.layout, nest.config, parse_sizes(rest), who=f"member '{name}'")
+            if not _is_taken(nest, sizes):
+                raise ValueError(
+                    f"member '{name}': the stock config refuses {rest}. A step of 'hidden' that it takes beside any "
+                    f"number of heads: {default_grains(nest)['hidden']}."
+                )
+            sized[name] = Member(name=name, sizes=sizes, budget=rest)
+    return sized, asked
+
+
+def default_grains(nest: Nest) -> dict[str, int]:
+    """Steps for every width axis: 1 for heads and experts, else a power of two near an eighth of the axis, up to 16."""
+    refused = nest.layout.arch.refuse(nest.config)
+    counted = {"q", "mamba", "expert"}
+    # The grouped kernel of fused experts reads 16 bytes at a time: eight numbers in bf16.
+    least: dict[str, int] = {"hidden": 8, "effn": 8} if "expert" in nest.layout.sizes else {}
+    grains = {
+        axis: 1 if axis in counted else max(least.get(axis, 1), min(16, 2 ** int(math.log2(max(1, size // 8)))))
+        for axis in nest.layout.elastic()
+        if (size := nest.layout.sizes[axis]) and axis != "layer" and axis not in refused
+    }
+    heads = _head_counts(nest)
+    while not all(_is_taken(nest, {"hidden": grains["hidden"], "q": n}) for n in heads):
+        grains["hidden"] += 1
+    return grains
+
+
+def router_options(
+    nest: Nest, budgets: Collection[Budget], *, axes: str, floor: float, most: int
+) -> dict[str, tuple[int, ...]]:
+    """The sizes on offer for every axis that may shrink; an error if a budget lies beyond them.
+
+    axes: "axis=grain,..."; empty for every width axis. floor: smallest share of an axis. most: sizes per axis at most.
+    """
+    if not budgets:
+        return {}
+    if not 0 < floor <= 1 or most < 2:
+        raise ValueError(f"router_floor is {floor} (expected above 0, up to 1), router_choices {most} (at least 2).")
+    known = default_grains(nest)
+    grains = parse_sizes(axes) if axes else known
+    wrong = [axis for axis in grains if axis not in known or grains[axis] < 1]
+    if wrong:
+        steps = ", ".join(f"{axis}={step}" for axis, step in known.items())
+        raise ValueError(
+            f"the router cannot shrink {', '.join(wrong)} so. Axes and the steps that they have here: {steps}."
+        )
+    options = choices(nest.layout, nest.config, grains=grains, floor=floor, most=most)
+    if "q" in options:
+        options["q"] = tuple(n for n in options["q"] if n in _head_counts(nest))
+    still = grains.keys() - options.keys()
+    if axes and still:
+        raise ValueError(
+            f"router_axes has no size of {', '.join(sorted(still))} between router_floor and the full one."
+        )
+    for width, heads in itertools.product(options.get("hidden", ()), options.get("q", ())):
+        if not _is_taken(nest, {"hidden": width, "q": heads}):
+            raise ValueError(
+                f"router_axes hidden={grains['hidden']} offers hidden {width} beside q {heads}, which the stock config "
+                f"refuses. A step that it takes: hidden={known['hidden']}."
+            )
+    for budget in budgets:
+        check_reachable(budget, nest.layout, options)
+    return options
+
+
+def _head_counts(nest: Nest) -> list[int]:
+    """The sizes of `q` that the stock config takes at the full width."""
+    return [n for n in range(1, nest.layout.sizes.get("q", 0) + 1) if _is_taken(nest, {"q": n})]
+
+
+def _is_taken(nest: Nest, sizes: Mapping[str, int]) -> bool:
+    """Whether the stock config takes these sizes: Llama's wants a width that is a multiple of its number of heads."""
+    small = nest.layout.arch.resize(nest.config, {**nest.layout.sizes, **sizes})
+    try:
+        hf.config_object({key: small[key] for key in ("model_type", *nest.layout.arch.config) if key in small})
+    except StrictDataclassError:
+        return False
+    return True

@@ -1,0 +1,400 @@
+"""Train a nest: learn with a router what each budget keeps, then distil all members together.
+
+The run has two parts. In the soft phase the full model runs under the masks of one budget at a time, and router and
+weights learn together; at its end the router's choice is frozen into members. After that every member runs as a
+slice, several of them under one pass of the teacher. The teacher is the frozen sorted parent, so the full member
+starts at a loss of zero.
+
+A run writes into `TO.work` (log.jsonl, checkpoints, its settings) and can be killed at any step: started again with
+the same settings it goes on from the last checkpoint with the same losses. The nest appears at `TO` when it is
+complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling import budget as budgets
+from nestling import hf, parallel
+from nestling.checkpoint import read_json
+from nestling.data import Stream
+from nestling.distill import check_finite, forward_kl
+from nestling.elastic import ElasticModel, Run
+from nestling.export import export
+from nestling.nest import FULL, Member, Nest, open_nest
+from nestling.plan import Stage, count_soft_steps, learning_rate, parse_stages, plan_members, router_options
+from nestling.router import Router, budget_loss, hard_stairs, pull_to_full
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of `nestling train`."""
+
+    data: str  # JSONL files with weights: "a.jsonl=0.7,b.jsonl=0.3"
+    member: tuple[str, ...]  # NAME=BUDGET (active:0.45, total:2e9, bytes:16GiB,...) or NAME=SIZES (hidden=96,effn=64)
+    stage: tuple[str, ...] = (
+        "tokens=4e6,length=1024,batch=8,lr=1e-4",
+    )  # one after the other; weights=1/1/1 full first
+    members_per_batch: int = 0  # members trained under one teacher pass; 0: all of them, else drawn by their weights
+    accumulate: int = 1  # batches in one optimizer step
+    router: str = "learned"  # "learned", or "uniform": every axis shrinks by the same share
+    router_share: float = 0.25  # share of all steps spent in the soft phase
+    router_axes: str = ""  # axis=grain,... that the router may shrink; empty: every width axis
+    router_floor: float = 0.25  # smallest share of an axis that the router may choose
+    router_choices: int = 8  # sizes on offer per axis, at most
+    router_width: int = 128  # neurons in the router's hidden layer
+    router_lr: float = 1e-2  # learning rate of the router
+    router_lambda: float = 1.0  # weight of the budget term
+    router_hard: float = 0.004  # share of soft steps that run a hard straight-through sample instead
+    tolerance: float = 0.03  # how far below its budget a frozen member may lie
+    warmup: int = 60  # steps
+    clip: float = 1.0  # largest gradient norm
+    weight_decay: float = 0.0  # of AdamW
+    beta2: float = 0.98  # of AdamW; beta1 is 0.9
+    dtype: str = "fp32"  # arithmetic: fp32, or bf16 under autocast; the trained weights are fp32 either way
+    device: str = "cpu"  # cpu or cuda
+    seed: int = 0  # of data order, router and draws
+    checkpoint: int = 200  # steps between two checkpoints
+    print_seconds: float = 15.0  # between two lines on the terminal
+
+    def __post_init__(self) -> None:
+        if self.router not in {"learned", "uniform"}:
+            raise ValueError(f"router '{self.router}' is not known: expected 'learned' or 'uniform'.")
+        if self.dtype not in {"fp32", "bf16"}:
+            raise ValueError(f"dtype '{self.dtype}' is not known: expected fp32 or bf16.")
+        if not 0 < self.router_share < 1:
+            raise ValueError(f"router_share {self.router_share} is not between 0 and 1.")
+        if self.accumulate < 1 or self.members_per_batch < 0 or self.checkpoint < 1:
+            raise ValueError("accumulate and checkpoint must be at least 1, members_per_batch at least 0.")
+
+
+@dataclass
+class _State:
+    """What changes during a run."""
+
+    members: dict[str, Member]
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def train(
+    settings: TrainSettings, nest_folder: str | Path, to: str | Path, *, say: Say = print, overwrite: bool = False
+) -> Nest:
+    """Train the nest in `nest_folder` and write it to `to`. Started again after a kill, goes on where it was."""
+    if Path(to).exists() and not overwrite:
+        raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
+    with parallel.process_group(settings.device) as (rank, world):
+        run = _Training(settings, open_nest(nest_folder), Path(to), rank=rank, world=world, say=say)
+        run.loop()
+        return run.finish(overwrite=overwrite)
+
+
+class _Training:
+    """One run: the model, its teacher, the router and where they stand."""
+
+    def __init__(self, settings: TrainSettings, nest: Nest, to: Path, *, rank: int, world: int, say: Say) -> None:
+        self.settings, self.nest, self.to, self.rank, self.world = settings, nest, to, rank, world
+        self.say: Say = say if rank == 0 else (lambda line: None)
+        self.members, self.budgets = plan_members(settings.member, nest)
+        names = [FULL, *(text.partition("=")[0] for text in settings.member)]
+        self.stages = parse_stages(settings.stage, names, blocks=world * settings.accumulate)
+        self.num_steps = sum(stage.steps for stage in self.stages)
+        self.options = router_options(
+            nest,
+            self.budgets.values(),
+            axes=settings.router_axes,
+            floor=settings.router_floor,
+            most=settings.router_choices,
+        )
+        is_learned = bool(self.budgets) and settings.router == "learned"
+        self.soft_steps = count_soft_steps(self.stages, settings.router_share, self.budgets) if is_learned else 0
+        _check_effect(settings, num_budgets=len(self.budgets), is_soft=bool(self.soft_steps))
+
+        model = hf.load_model(nest.folder, device=settings.device)
+        self.teacher = hf.load_model(nest.folder, device=settings.device).requires_grad_(False)
+        self.elastic = ElasticModel(model, layer_order=nest.layer_order).train()
+        if world > 1:
+            parallel.shard_(self.elastic)
+        self.weights = [p for p in self.elastic.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.weights, lr=1.0, betas=(0.9, settings.beta2), weight_decay=settings.weight_decay
+        )
+        self.router = Router(self.options, [FULL, *self.budgets], width=settings.router_width, seed=settings.seed)
+        self.router.to(settings.device)
+        choosers = [{"params": list(self.router.parameters())}]  # none if every member has sizes of its own
+        self.router_optimizer = torch.optim.AdamW(choosers, lr=settings.router_lr, weight_decay=0.0)
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        tokenizer = hf.load_tokenizer(nest.folder)
+        self.stream = Stream(
+            settings.data, tokenizer, length=self.stages[0].length, seed=settings.seed, rank=rank, world=world
+        )
+        self.vocab = min(len(tokenizer), nest.layout.sizes["vocab"]) if len(tokenizer) else None
+        self.state = _State(members=dict(self.members) if not self.soft_steps else {})
+        if not self.soft_steps:
+            for name, one in self.budgets.items():
+                self._freeze(name, budgets.uniform(one, nest.layout, self.options))
+        self.work = to.with_name(to.name + ".work")
+        self._resume()
+
+    def loop(self) -> None:
+        """Every step that is left."""
+        started, printed, since = time.monotonic(), time.monotonic(), self.state.tokens
+        for step, stage, first in self._steps():
+            if self.stream.length != stage.length:
+                self.stream.set_length(stage.length)
+            before = time.monotonic()
+            record = self._step(step, stage, first)
+            self.state.step = step + 1
+            self.state.seconds += time.monotonic() - before
+            now = time.monotonic()
+            rate = (self.state.tokens - since) / max(now - started, 1e-9)
+            if self.rank == 0:
+                with (self.work / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(record | {"tokens_per_second": round(rate, 1)}) + "\n")
+            if now - printed >= self.settings.print_seconds or step + 1 == self.num_steps:
+                self.say(self._line(record, rate, (now - started) / (step + 1 - self.first_step)))
+                printed = now
+            if step + 1 == self.soft_steps:
+                self._freeze_all()
+            if (step + 1) % self.settings.checkpoint == 0 and step + 1 < self.num_steps:
+                self._save()
+
+    def finish(self, *, overwrite: bool) -> Nest:
+        """Write the nest; the work folder goes."""
+        weights = parallel.gather(self.elastic)
+        if self.rank == 0:
+            trained = {name: replace(m, is_trained=True) for name, m in self.state.members.items()}
+            full = replace(self.nest.members[FULL], is_trained=True)
+            ordered = dict(sorted(trained.items(), key=lambda item: -self.nest.cost(item[1]).active_parameters))
+            recipe = {
+                "train": asdict(self.settings),
+                "tokens": self.state.tokens,
+                "seconds": round(self.state.seconds, 1),
+            }
+            nest = replace(
+                self.nest, members={FULL: full, **ordered}, recipe=self.nest.recipe | recipe,
+                parent=self.nest.parent or self.nest.fingerprint,
+            )  # fmt: skip
+            export(
+                self.elastic.full, weights, nest, self.to, overwrite=overwrite,
+                router=self.router if self.soft_steps else None, log=self.work / "log.jsonl",
+            )  # fmt: skip
+            shutil.rmtree(self.work)
+        parallel.barrier()
+        return open_nest(self.to)
+
+    def _steps(self) -> Iterator[tuple[int, Stage, int]]:
+        """Step, its stage and the stage's first step, from where the run stands."""
+        self.first_step, first = self.state.step, 0
+        for stage in self.stages:
+            for step in range(max(first, self.first_step), first + stage.steps):
+                yield step, stage, first
+            first += stage.steps
+
+    def _step(self, step: int, stage: Stage, first: int) -> dict[str, Any]:
+        """One optimizer step. Returns its record."""
+        lr = learning_rate(step, stage, first, warmup=self.settings.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        is_soft = step < self.soft_steps
+        losses: dict[str, list[float]] = {}
+        record: dict[str, Any] = {"step": step, "phase": "router" if is_soft else "members", "lr": lr}
+        for _ in range(self.settings.accumulate):
+            ids = self.stream.next_batch(stage.batch).to(self.settings.device)  # [batch, time]
+            with torch.no_grad(), self._autocast():
+                target = self.teacher(input_ids=ids, use_cache=False).logits
+            if step == 0 and not losses:
+                self._check_start(ids, target)
+            if is_soft:
+                found = self._soft_batch(ids, target, stage, step, record)
+            else:
+                found = self._member_batch(ids, target, stage, step)
+            for name, loss in found.items():
+                losses.setdefault(name, []).append(loss)
+            self.state.tokens += ids.numel() * self.world
+        record["grad_norm"] = norm = parallel.clip_(self.weights, self.settings.clip)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradient's norm is {norm} at step {step} ({', '.join(losses)}): lower the lr.")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if is_soft:
+            parallel.mean_gradients_(self.router)
+            parallel.clip_(list(self.router.parameters()), self.settings.clip)
+            self.router_optimizer.step()
+            self.router_optimizer.zero_grad(set_to_none=True)
+        means = parallel.mean_of({name: math.fsum(some) / len(some) for name, some in losses.items()})
+        return record | {"loss": means, "tokens": self.state.tokens}
+
+    def _soft_batch(
+        self, ids: Tensor, target: Tensor, stage: Stage, step: int, record: dict[str, Any]
+    ) -> dict[str, float]:
+        """The router's part: one budget, masked softly (rarely: sliced, straight through)."""
+        settings = self.settings
+        (name,) = self._draw(stage, 1, [FULL, *self.budgets])
+        progress = step / max(1, self.soft_steps - 1)
+        p = self.router(name, progress, self.generator)
+        is_hard = float(torch.rand((), generator=self.generator)) < settings.router_hard
+        if name == FULL:
+            run, extra = Run(), pull_to_full(p)
+        else:
+            extra = settings.router_lambda * budget_loss(self.budgets[name], self.nest.layout, self.router.expected(p))
+            if is_hard:
+                sizes, stairs = hard_stairs(p, self.options)
+                run = Run(sizes=sizes, stairs=stairs)
+            else:
+                run = Run(stairs=self.router.stairs(p), is_soft=True)
+        with self._autocast():
+            logits = self.elastic(run, input_ids=ids, use_cache=False).logits
+        kl = forward_kl(logits, target, vocab=self.vocab)
+        ((kl + extra) / settings.accumulate).backward()
+        record["budget_term"] = {name: extra.item()}
+        record["router"] = {one: {a: round(n, 2) for a, n in self.router.settled(one).items()} for one in self.budgets}
+        record["probabilities"] = {name: {axis: [round(x, 4) for x in q.tolist()] for axis, q in p.items()}}
+        return {name: check_finite(kl.detach(), member=name, step=step)}
+
+    def _member_batch(self, ids: Tensor, target: Tensor, stage: Stage, step: int) -> dict[str, float]:
+        """Several members, as slices, under one pass of the teacher."""
+        count = self.settings.members_per_batch
+        names = [FULL, *self.state.members]
+        chosen = self._draw(stage, count, names) if count else [n for n in names if stage.weights[n] > 0]
+        losses = {}
+        for name in chosen:
+            sizes = self.state.members[name].sizes if name != FULL else {}
+            with self._autocast():
+                logits = self.elastic(sizes, input_ids=ids, use_cache=False).logits
+            kl = forward_kl(logits, target, vocab=self.vocab)
+            # Drawn members were weighted by the draw; when all run, the weights stand in the loss.
+            share = 1 / len(chosen) if count else stage.weights[name]
+            (kl * (share / self.settings.accumulate)).backward()
+            losses[name] = check_finite(kl.detach(), member=name, step=step)
+        return losses
+
+    def _draw(self, stage: Stage, count: int, names: list[str]) -> list[str]:
+        """Members drawn by their weights; the same on every rank."""
+        p = torch.tensor([stage.weights[name] for name in names], dtype=torch.float64)
+        count = min(count, int((p > 0).sum()))
+        return [names[i] for i in torch.multinomial(p, count, generator=self.generator).tolist()]
+
+    def _check_start(self, ids: Tensor, target: Tensor) -> None:
+        """Before training the full member is the teacher."""
+        with torch.no_grad(), self._autocast():
+            logits = self.elastic({}, input_ids=ids, use_cache=False).logits
+            start = check_finite(forward_kl(logits, target, vocab=self.vocab), member=FULL, step=0)
+        assert start < 1e-3, f"the full member starts at KL {start}, expected 0: the nest is not its own teacher"
+
+    def _freeze(self, name: str, sizes: dict[str, int]) -> None:
+        kept = {a: n for a, n in sizes.items() if n != self.nest.layout.sizes[a]}
+        self.state.members[name] = Member(name=name, sizes=kept, budget=self.budgets[name].text)
+
+    def _freeze_all(self) -> None:
+        """The end of the soft phase: every budget gets its sizes."""
+        self.state.members = dict(self.members)
+        for name, one in self.budgets.items():
+            sizes = budgets.choose(
+                one, self.nest.layout, self.options, self.router.preference(name), tolerance=self.settings.tolerance
+            )
+            self._freeze(name, sizes)
+            spent = one.spent(self.nest.layout, self.nest.layout.sizes | sizes)
+            self.say(f"member {name} keeps {_sizes(self.state.members[name])}: {spent / one.target:.3f} of {one.text}")
+
+    def _autocast(self) -> Any:
+        if self.settings.dtype == "fp32":
+            return nullcontext()
+        return torch.autocast(self.settings.device.split(":")[0], dtype=torch.bfloat16)
+
+    def _line(self, record: dict[str, Any], rate: float, per_step: float) -> str:
+        losses = "  ".join(f"{name} {loss:.4f}" for name, loss in record["loss"].items())
+        left = per_step * (self.num_steps - record["step"] - 1)
+        sizes = ""
+        if "router" in record:
+            sizes = "  router " + " | ".join(
+                f"{name}: " + " ".join(f"{a} {n:.0f}" for a, n in e.items()) for name, e in record["router"].items()
+            )
+        return (
+            f"step {record['step'] + 1}/{self.num_steps}  {rate:,.0f} tokens/s  KL {losses}  lr {record['lr']:.1e}  "
+            f"{int(left // 60)}:{int(left % 60):02d} left{sizes}"
+        )
+
+    def _save(self) -> None:
+        members = {name: asdict(member) for name, member in self.state.members.items()}
+        small = asdict(self.state) | {"members": members, "stream": self.stream.state_dict()}
+        rest = {
+            "json": json.dumps(small),
+            "generator": self.generator.get_state(),
+            "router": self.router.state_dict(),
+            "router_optimizer": self.router_optimizer.state_dict(),
+        }
+        parallel.save_checkpoint(self.work, self.state.step, self.elastic, self.optimizer, rest)
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint of a run with the same settings, if there is one."""
+        self._check_settings()
+        rest = parallel.load_checkpoint(self.work, self.elastic, self.optimizer)
+        kept: list[str] = []
+        if rest is not None:
+            small = json.loads(rest["json"])
+            self.stream.load_state_dict(small.pop("stream"))
+            self.state = _State(**small)
+            self.state.members = {name: Member(**member) for name, member in small["members"].items()}
+            self.generator.set_state(rest["generator"])
+            self.router.load_state_dict(rest["router"])
+            self.router_optimizer.load_state_dict(rest["router_optimizer"])
+            self.say(f"going on from step {self.state.step} of {self.num_steps}")
+            lines = (self.work / "log.jsonl").read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < self.state.step]
+        if self.rank == 0:
+            parallel.write_whole(self.work / "log.jsonl", "".join(kept))
+
+    def _check_settings(self) -> None:
+        told = json.loads(json.dumps(asdict(self.settings))) | {"nest": self.nest.fingerprint, "ranks": self.world}
+        if (self.work / "settings.json").is_file():
+            before = read_json(self.work / "settings.json")
+            cosmetic = {"print_seconds", "device"}
+            changed = [f"{key} was {before.get(key)}, is {told[key]}" for key in told if before.get(key) != told[key]
+                       and key not in cosmetic]  # fmt: skip
+            if changed:
+                raise ValueError(
+                    f"'{self.work}' holds an unfinished run with other settings ({'; '.join(changed)}). Use the same "
+                    "settings to go on, or delete the folder to start anew."
+                )
+        parallel.barrier()  # before the first rank writes what the others look for
+        if self.rank == 0:
+            self.work.mkdir(parents=True, exist_ok=True)
+            parallel.write_whole(self.work / "settings.json", json.dumps(told, indent=2))
+
+
+def _check_effect(settings: TrainSettings, *, num_budgets: int, is_soft: bool) -> None:
+    """A setting that nothing would read is an error."""
+    bounds = {"router_axes", "router_floor", "router_choices"}  # these also bound the uniform baseline
+    changed = {
+        name
+        for name, one in TrainSettings.__dataclass_fields__.items()
+        if name.startswith(("router_", "tolerance")) and getattr(settings, name) != one.default
+    }
+    if not num_budgets and (changed or settings.router != "learned"):
+        raise ValueError(f"{sorted(changed) or 'router'} would have no effect: every member has explicit sizes.")
+    if not is_soft and changed - bounds:
+        raise ValueError(f"{', '.join(sorted(changed - bounds))} would have no effect with router 'uniform'.")
+    if settings.members_per_batch > len(settings.member):
+        raise ValueError(
+            f"members_per_batch is {settings.members_per_batch}, the nest has {len(settings.member) + 1} members: 0 "
+            "trains all of them on every batch, weighted."
+        )
+
+
+def _sizes(member: Member) -> str:
+    return ", ".join(f"{axis} {n}" for axis, n in member.sizes.items()) or "everything"
