@@ -34,7 +34,9 @@ def main() -> None:
             model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
         for prompt in PROMPTS:
             chat = [{"role": "user", "content": prompt}]
-            inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            inputs = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
             out = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=False)
             text = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             lines.append(f"- member {name}, *{prompt}* {' '.join(text.split())}")

@@ -1,0 +1,223 @@
+"""The main job in one go: score a parent, sort it, train the members, evaluate them, write the report.
+
+Every step leaves a folder in `TO.work`, so a build that was stopped goes on where it was. The nest appears at `TO` at
+the end, with its scores, its training log and its report inside.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling import hf, tasks
+from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
+from nestling.data import read_documents
+from nestling.eval import kl_to, perplexity, solve
+from nestling.nest import FULL, Member, Nest, open_nest, write_nest
+from nestling.report import report
+from nestling.score import Scores, ScoreSettings, random_scores, score_folder
+from nestling.slice import slice as cut_member
+from nestling.sort import sort
+from nestling.text import columns, duration, percent
+from nestling.train import TrainSettings, train
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSettings:
+    """Settings of `nestling build`, beside those of training."""
+
+    score_tokens: int = 200_000  # calibration tokens
+    score_length: int = 1024  # tokens in one calibration sequence
+    score_batch: int = 8  # calibration sequences at once
+    problems: int = 0  # held-out problems of the reasoner's tasks to solve with each member; 0: none
+    max_thinking: int = 256  # tokens of thought before </think> is forced
+    heldout: str = ""  # NAME=FILE.jsonl,... : KL to the parent and perplexity on each
+    heldout_tokens: int = 50_000  # tokens of each held-out file
+    heldout_length: int = 512  # tokens in one held-out block
+    random_baseline: bool = True  # also evaluate members cut from randomly ordered units
+
+
+def build(
+    settings: BuildSettings, training: TrainSettings, parent: str | Path, to: str | Path, *, say: Say = print,
+    overwrite: bool = False,
+) -> Nest:  # fmt: skip
+    """Make a nest from a parent and evaluate it. Returns the nest."""
+    to = Path(to)
+    if to.exists() and not overwrite:
+        raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
+    if not settings.problems and not settings.heldout:
+        raise ValueError("nothing to evaluate with: give --heldout NAME=FILE.jsonl, or --problems for the reasoner.")
+    clock, work = time.monotonic(), to.with_name(to.name + ".work")
+    work.mkdir(parents=True, exist_ok=True)
+    _check_same(
+        work / "build.json", {**asdict(settings), **asdict(training), "parent": Checkpoint(parent).fingerprint()}
+    )
+    heldout = _heldout_blocks(settings, parent)
+
+    def step(folder: str, what: str, make: Callable[[Path], Any]) -> Path:
+        if not (work / folder).exists():
+            say(f"[{duration(time.monotonic() - clock)}] {what}")
+            make(work / folder)
+        return work / folder
+
+    scoring = ScoreSettings(
+        tokens=settings.score_tokens, length=settings.score_length, batch=settings.score_batch, seed=training.seed
+    )
+
+    def make_scores(at: Path) -> None:
+        score_folder(scoring, parent=Path(parent), data=training.data, to=at, say=say)
+
+    scores = step("scores", "score: one pass over the calibration data", make_scores)
+    orders = Scores.load(scores).orders()
+    sorted_ = step("sorted", "sort: best units first", lambda at: sort(parent, orders, at))
+    trained = step("trained", "train: router, then members", lambda at: train(training, sorted_, at, say=say))
+    nest = open_nest(trained)
+    teacher = hf.load_model(parent, device=training.device)
+
+    def measure(file: str, what: str, folder: Path, members: Mapping[str, Member]) -> dict[str, dict[str, Any]]:
+        def make(at: Path) -> None:
+            write_json(at, evaluate(settings, open_nest(folder), members, teacher, heldout, say=say))
+
+        return read_json(step(file, f"evaluate: {what}", make))
+
+    found = {"": measure("trained.json", "members after training", trained, nest.members)}
+    found["_before"] = measure("before.json", "the same sizes cut by score, without training", sorted_, nest.members)
+    if settings.random_baseline:
+        refused = nest.layout.arch.refuse(nest.config)
+        drawn = random_scores(nest.layout, seed=training.seed).orders()
+        seeded = {axis: order for axis, order in drawn.items() if axis not in refused}
+        shuffled = step("shuffled", "sort: at random, for comparison", lambda at: sort(parent, seeded, at))
+        smaller = {name: member for name, member in nest.members.items() if name != FULL}
+        found["_random"] = measure("random.json", "the same sizes cut at random", shuffled, smaller)
+    members = {}
+    for name, member in nest.members.items():
+        told = {f"{k}{when}": v for when, some in found.items() for k, v in some.get(name, {}).items()}
+        members[name] = replace(member, results=told)
+    with new_folder(to, overwrite=overwrite) as folder:
+        shutil.copytree(trained, folder, dirs_exist_ok=True)
+        shutil.copytree(scores, folder / "nest" / "scores")
+        write_nest(replace(nest, members=members), folder)
+        report(folder, folder / "nest" / "report", say=lambda line: None)
+    shutil.rmtree(work)
+    nest = open_nest(to)
+    say(f"[{duration(time.monotonic() - clock)}] done: {to}, report in {to / 'nest' / 'report' / 'report.html'}")
+    return nest
+
+
+def evaluate(
+    settings: BuildSettings,
+    nest: Nest,
+    members: Mapping[str, Member],
+    teacher: Any,
+    heldout: Mapping[str, Tensor],
+    *,
+    say: Say = print,
+) -> dict[str, dict[str, Any]]:
+    """What each member can do, as the plain checkpoint that `slice` writes, loaded by its stock class."""
+    tokenizer = hf.load_tokenizer(nest.folder)
+    problems = tasks.problems("test", settings.problems) if settings.problems else []
+    found: dict[str, dict[str, Any]] = {}
+    for name, member in members.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            model = hf.load_model(cut_member(nest, member, Path(scratch) / "member"), device=str(teacher.device))
+        one: dict[str, Any] = {}
+        if heldout:
+            batches = [{"input_ids": rows} for blocks in heldout.values() for rows in blocks.split(16)]
+            one["kl"] = kl_to(teacher, model, batches)
+            one["perplexity"] = {source: perplexity(model, blocks) for source, blocks in heldout.items()}
+        if problems:
+            solved = solve(model, tokenizer, problems, max_thinking=settings.max_thinking)
+            one |= {"accuracy": solved.accuracy, "accuracy_by_family": solved.families, "problems": solved.num_problems}
+            one["thinking_tokens"] = solved.thinking_tokens
+        found[name] = one
+        solved_share = f", {percent(one['accuracy'])} of {one['problems']} problems solved" if problems else ""
+        say(f"  {name}: KL {_number(one.get('kl'), '.4f')}{solved_share}")
+    return found
+
+
+def evaluate_folder(settings: BuildSettings, folder: str | Path, *, parent: str | Path) -> tuple[Nest, str]:
+    """Measure every member of a nest against a parent. Returns the nest with results, and them as text."""
+    if not settings.problems and not settings.heldout:
+        raise ValueError("nothing to evaluate with: give --heldout NAME=FILE.jsonl, or --problems for the reasoner.")
+    nest = open_nest(folder)
+    found = evaluate(settings, nest, nest.members, hf.load_model(parent), _heldout_blocks(settings, folder))
+    nest = replace(nest, members={name: replace(member, results=found[name]) for name, member in nest.members.items()})
+    return nest, members_table(nest)
+
+
+def members_table(nest: Nest) -> str:
+    """The members with their costs and what was measured, as text."""
+    sources = sorted({s for m in nest.members.values() for s in m.results.get("perplexity", {})})
+    has_problems = any("accuracy" in m.results for m in nest.members.values())
+    heads = ["member", "parameters", "active", "share", "bf16 bytes"]
+    heads += ["random cut", "cut by score", "trained"] if has_problems else []
+    heads += ["KL cut", "KL trained"]
+    heads += [f"ppl {source} {when}" for source in sources for when in ("cut", "trained")] if not has_problems else []
+    whole = nest.cost(nest.member(FULL))
+    rows = [heads]
+    for member in nest.members.values():
+        cost, found = nest.cost(member), member.results
+        row = [
+            member.name, f"{cost.parameters:,}", f"{cost.active_parameters:,}",
+            percent(cost.active_parameters / whole.active_parameters), f"{cost.bytes['bf16']:,}",
+        ]  # fmt: skip
+        if has_problems:
+            row += [percent(found.get(key)) for key in ("accuracy_random", "accuracy_before", "accuracy")]
+        row += [_number(found.get("kl_before"), ".4f"), _number(found.get("kl"), ".4f")]
+        if not has_problems:
+            row += [
+                _number(found.get(key, {}).get(source), ".2f")
+                for source in sources
+                for key in ("perplexity_before", "perplexity")
+            ]
+        rows.append(row)
+    return columns(rows)
+
+
+def _check_same(file: Path, told: dict[str, Any]) -> None:
+    """A build goes on only with the settings that it was started with."""
+    told = json.loads(json.dumps(told))
+    if not file.exists():
+        write_json(file, told)
+    before = read_json(file)
+    changed = sorted(key for key in told if before.get(key) != told[key])
+    if changed:
+        raise ValueError(
+            f"'{file.parent}' holds an unfinished build with other settings ({', '.join(changed)}). Use the same "
+            "settings to go on, or delete the folder to start anew."
+        )
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _heldout_blocks(settings: BuildSettings, parent: str | Path) -> dict[str, Tensor]:
+    """Held-out tokens in blocks, by source. Values are [block, time]."""
+    tokenizer, found = hf.load_tokenizer(parent), {}
+    for part in settings.heldout.split(",") if settings.heldout else []:
+        name, equals, path = part.partition("=")
+        if not equals:
+            raise ValueError(f"cannot read held-out source '{part}': expected NAME=FILE.jsonl.")
+        tokens: list[int] = []
+        for document in read_documents(path, tokenizer):
+            tokens += document
+            if len(tokens) >= settings.heldout_tokens:
+                break
+        length = min(settings.heldout_length, len(tokens))
+        count = min(len(tokens), settings.heldout_tokens) // max(1, length)
+        if not count or length < 2:
+            raise ValueError(f"held-out source '{path}' has {len(tokens)} tokens: too few for one block.")
+        found[name] = torch.tensor(tokens[: count * length]).view(count, length)
+    return found

@@ -1,0 +1,82 @@
+"""`nestling demo`: a nest from the reasoner that ships with the package, end to end, on a laptop CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+from nestling import hf, tasks
+from nestling.build import BuildSettings, build, members_table
+from nestling.eval import solve
+from nestling.nest import Nest
+from nestling.slice import slice as cut_member
+from nestling.train import TrainSettings
+
+Say = Callable[[str], None]
+
+MEMBERS = ("70=active:0.70", "45=active:0.45", "25=active:0.25")
+PROBLEMS = 500
+TRAIN_PROBLEMS = 8_000
+
+
+def reasoner() -> Path:
+    """The folder of the small reasoning parent that ships with the package."""
+    return Path(str(files("nestling") / "assets" / "reasoner"))
+
+
+def demo_settings(data: str, *, tokens: float) -> TrainSettings:
+    """The recipe of the demo's nest."""
+    return TrainSettings(
+        data=data,
+        member=MEMBERS,
+        stage=(f"tokens={tokens:.0f},length=192,batch=12,lr=2e-3",),
+        router_share=0.2,
+        checkpoint=100,
+        warmup=10,
+    )
+
+
+def demo(to: str | Path, *, tokens: float = 4.6e5, say: Say = print, overwrite: bool = False) -> Nest:
+    """Build the nest, print its table, cut its smallest member and let it solve a problem."""
+    to = Path(to)
+    data = to.with_name(to.name + ".data")
+    say("The parent is a 2-million-parameter reasoner that ships with the package: Mamba-2, attention and MoE layers.")
+    if not (data / "heldout.jsonl").exists():
+        say(f"writing {TRAIN_PROBLEMS:,} practice problems with their reasoning")
+        data.mkdir(parents=True, exist_ok=True)
+        tasks.write_jsonl(data / "train.jsonl", "train", TRAIN_PROBLEMS)
+        tasks.write_jsonl(data / "heldout.jsonl", "test", PROBLEMS)
+    settings = BuildSettings(
+        score_tokens=100_000, score_length=192, score_batch=32, problems=PROBLEMS,
+        heldout=f"problems={data / 'heldout.jsonl'}", heldout_length=192, max_thinking=192,
+    )  # fmt: skip
+    nest = build(
+        settings, demo_settings(str(data / "train.jsonl"), tokens=tokens), reasoner(), to, say=say, overwrite=overwrite
+    )
+    say("")
+    say(members_table(nest))
+    say(f"\naccuracy: held-out problems solved, of {PROBLEMS}; random cut and cut by score are before any training")
+    separate = sum(nest.cost(member).bytes["bf16"] for member in nest.members.values())
+    whole = nest.cost(nest.member("full")).bytes["bf16"]
+    say(
+        f"one nest: {whole:,} bytes of weights; "
+        f"{len(nest.members)} separate checkpoints: {separate:,} ({separate / whole:.2f}x)"
+    )
+    show_smallest(nest, to.with_name(to.name + "-smallest"), say=say)
+    return nest
+
+
+def show_smallest(nest: Nest, to: Path, *, say: Say) -> None:
+    """Cut the smallest member, load it with its stock class and show a problem that it solves."""
+    member = min(nest.members.values(), key=lambda one: nest.cost(one).active_parameters)
+    cut_member(nest, member, to, overwrite=True)
+    model, tokenizer = hf.load_model(to), hf.load_tokenizer(to)
+    say(f"\nmember {member.name}, cut to {to} and loaded by stock transformers as {type(model).__name__}:")
+    problems = tasks.problems("test", 32, seed=1)
+    found = solve(model, tokenizer, problems)
+    solved = [i for i, one in enumerate(problems) if tasks.score(one, found.answers[i]) == 1.0]
+    shown = max(solved, key=lambda i: len(found.thoughts[i])) if solved else 0
+    say(f"  question  {problems[shown].question}")
+    say("  thinking  " + found.thoughts[shown].strip().replace("\n", "\n            "))
+    say(f"  answer    {found.answers[shown].strip()}" + ("" if solved else f"  (wrong: {problems[shown].answer})"))
