@@ -20,15 +20,16 @@ from torch import Tensor
 
 from nestling import hf, tasks
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
-from nestling.data import read_documents
+from nestling.data import Stream, read_documents
 from nestling.eval import kl_to, perplexity, solve
 from nestling.nest import FULL, Member, Nest, open_nest, write_nest
+from nestling.plan import TrainSettings, check_effect, count_soft_steps, parse_stages, plan_members, router_options
 from nestling.report import report
 from nestling.score import Scores, ScoreSettings, random_scores, score_folder
 from nestling.slice import slice as cut_member
 from nestling.sort import sort
 from nestling.text import columns, duration, percent
-from nestling.train import TrainSettings, train
+from nestling.train import train
 
 Say = Callable[[str], None]
 
@@ -56,14 +57,14 @@ def build(
     to = Path(to)
     if to.exists() and not overwrite:
         raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
-    if not settings.problems and not settings.heldout:
-        raise ValueError("nothing to evaluate with: give --heldout NAME=FILE.jsonl, or --problems for the reasoner.")
+    if Path(parent).resolve().is_relative_to(to.resolve()):
+        raise ValueError(f"'{to}' would replace the parent '{parent}', which is read. Choose another folder.")
+    # What would fail after minutes of work fails here, before there is a work folder that holds on to its settings.
+    heldout = _heldout_blocks(settings, parent, training.loss_on)
+    _check_plan(training, parent)
     clock, work = time.monotonic(), to.with_name(to.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
-    _check_same(
-        work / "build.json", {**asdict(settings), **asdict(training), "parent": Checkpoint(parent).fingerprint()}
-    )
-    heldout = _heldout_blocks(settings, parent)
+    _check_same(work / "build.json", {**asdict(settings), **asdict(training), "parent": open_nest(parent).fingerprint})
 
     def step(folder: str, what: str, make: Callable[[Path], Any]) -> Path:
         if not (work / folder).exists():
@@ -120,7 +121,7 @@ def evaluate(
     nest: Nest,
     members: Mapping[str, Member],
     teacher: Any,
-    heldout: Mapping[str, Tensor],
+    heldout: Mapping[str, tuple[Tensor, Tensor]],
     *,
     say: Say = print,
 ) -> dict[str, dict[str, Any]]:
@@ -133,25 +134,30 @@ def evaluate(
             model = hf.load_model(cut_member(nest, member, Path(scratch) / "member"), device=str(teacher.device))
         one: dict[str, Any] = {}
         if heldout:
-            batches = [{"input_ids": rows} for blocks in heldout.values() for rows in blocks.split(16)]
+            batches = [
+                {"input_ids": rows, "labels": labels}
+                for blocks in heldout.values()
+                for rows, labels in zip(*(x.split(16) for x in blocks), strict=True)
+            ]
             one["kl"] = kl_to(teacher, model, batches)
-            one["perplexity"] = {source: perplexity(model, blocks) for source, blocks in heldout.items()}
+            one["perplexity"] = {source: perplexity(model, blocks) for source, (blocks, _) in heldout.items()}
         if problems:
             solved = solve(model, tokenizer, problems, max_thinking=settings.max_thinking)
             one |= {"accuracy": solved.accuracy, "accuracy_by_family": solved.families, "problems": solved.num_problems}
             one["thinking_tokens"] = solved.thinking_tokens
         found[name] = one
         solved_share = f", {percent(one['accuracy'])} of {one['problems']} problems solved" if problems else ""
-        say(f"  {name}: KL {_number(one.get('kl'), '.4f')}{solved_share}")
+        say(f"  {name}: KL {_number(one.get('kl'), 'z.4f')}{solved_share}")
     return found
 
 
-def evaluate_folder(settings: BuildSettings, folder: str | Path, *, parent: str | Path) -> tuple[Nest, str]:
+def evaluate_folder(
+    settings: BuildSettings, folder: str | Path, *, parent: str | Path, say: Say = print
+) -> tuple[Nest, str]:
     """Measure every member of a nest against a parent. Returns the nest with results, and them as text."""
-    if not settings.problems and not settings.heldout:
-        raise ValueError("nothing to evaluate with: give --heldout NAME=FILE.jsonl, or --problems for the reasoner.")
     nest = open_nest(folder)
-    found = evaluate(settings, nest, nest.members, hf.load_model(parent), _heldout_blocks(settings, folder))
+    heldout = _heldout_blocks(settings, folder, nest.recipe.get("train", {}).get("loss_on", "all"))
+    found = evaluate(settings, nest, nest.members, hf.load_model(parent), heldout, say=say)
     nest = replace(nest, members={name: replace(member, results=found[name]) for name, member in nest.members.items()})
     return nest, members_table(nest)
 
@@ -174,7 +180,7 @@ def members_table(nest: Nest) -> str:
         ]  # fmt: skip
         if has_problems:
             row += [percent(found.get(key)) for key in ("accuracy_random", "accuracy_before", "accuracy")]
-        row += [_number(found.get("kl_before"), ".4f"), _number(found.get("kl"), ".4f")]
+        row += [_number(found.get("kl_before"), "z.4f"), _number(found.get("kl"), "z.4f")]
         if not has_problems:
             row += [
                 _number(found.get(key, {}).get(source), ".2f")
@@ -183,6 +189,27 @@ def members_table(nest: Nest) -> str:
             ]
         rows.append(row)
     return columns(rows)
+
+
+def _check_plan(training: TrainSettings, parent: str | Path) -> None:
+    """What training would refuse, before anything is scored."""
+    nest = open_nest(parent)
+    nest.layout.check_cover(list(Checkpoint(parent).entries))
+    _, asked = plan_members(training.member, nest)
+    names = [FULL, *(text.partition("=")[0] for text in training.member)]
+    stages = parse_stages(training.stage, names, blocks=training.accumulate)
+    router_options(
+        nest,
+        asked.values(),
+        axes=training.router_axes,
+        floor=training.router_floor,
+        most=training.router_choices,
+    )
+    is_soft = bool(asked) and training.router == "learned"
+    if is_soft:
+        count_soft_steps(stages, training.router_share, asked)
+    check_effect(training, num_budgets=len(asked), is_soft=is_soft)
+    Stream(training.data, hf.load_tokenizer(parent), length=1)
 
 
 def _check_same(file: Path, told: dict[str, Any]) -> None:
@@ -203,21 +230,23 @@ def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def _heldout_blocks(settings: BuildSettings, parent: str | Path) -> dict[str, Tensor]:
-    """Held-out tokens in blocks, by source. Values are [block, time]."""
+def _heldout_blocks(settings: BuildSettings, parent: str | Path, loss_on: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Held-out tokens by source, each file at most once: ids and labels (-100 where a token does not count).
+
+    Values are two tensors [block, time].
+    """
     tokenizer, found = hf.load_tokenizer(parent), {}
     for part in settings.heldout.split(",") if settings.heldout else []:
         name, equals, path = part.partition("=")
         if not equals:
             raise ValueError(f"cannot read held-out source '{part}': expected NAME=FILE.jsonl.")
-        tokens: list[int] = []
-        for document in read_documents(path, tokenizer):
-            tokens += document
-            if len(tokens) >= settings.heldout_tokens:
-                break
-        length = min(settings.heldout_length, len(tokens))
-        count = min(len(tokens), settings.heldout_tokens) // max(1, length)
-        if not count or length < 2:
-            raise ValueError(f"held-out source '{path}' has {len(tokens)} tokens: too few for one block.")
-        found[name] = torch.tensor(tokens[: count * length]).view(count, length)
+        available = sum(len(document) for document in read_documents(path, tokenizer))
+        length = min(settings.heldout_length, available)
+        if length < 2:
+            raise ValueError(f"held-out source '{path}' has {available} tokens: too few for one block.")
+        stream = Stream(path, tokenizer, length=length, loss_on=loss_on)
+        ids, counted = stream.next_counted(max(1, min(available, settings.heldout_tokens) // length))
+        labels = torch.full_like(ids, -100)
+        labels[:, 1:] = ids[:, 1:].where(counted[:, :-1], labels[:, 1:])
+        found[name] = ids, labels
     return found

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect as python_inspect
 import json
+import math
 import sys
 import tomllib
 import typing
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags(verb)
     chosen = parser.parse_args(given)
     try:
+        _check_to(chosen)
         if chosen.verb != "inspect":
             from nestling import hf
 
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"nestling {chosen.verb}: {error}", file=sys.stderr)
         return 2
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ImportError) as error:
         print(f"nestling {chosen.verb} failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -151,6 +154,7 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         "--parent", default="", help="checkpoint that KL is measured to; the nest's full member if empty"
     )
     parser.add_argument("--to", default="", help="JSON file to write the results to")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     for name in ("problems", "heldout", "heldout_tokens", "heldout_length"):
         _add_field(parser, BuildSettings, name)
@@ -161,7 +165,9 @@ def _eval(given: argparse.Namespace) -> None:
 
     names = {"problems", "heldout", "heldout_tokens", "heldout_length"}
     settings = BuildSettings(**{k: v for k, v in vars(given).items() if k in names and v is not None})
-    nest, table = evaluate_folder(settings, given.nest, parent=given.parent or given.nest)
+    # Standard output is the JSON alone, so that a program can read it.
+    say = (lambda line: print(line, file=sys.stderr)) if given.json else print
+    nest, table = evaluate_folder(settings, given.nest, parent=given.parent or given.nest, say=say)
     results = {name: member.results for name, member in nest.members.items()}
     if given.to:
         Path(given.to).write_text(json.dumps(results, indent=2) + "\n")
@@ -176,7 +182,7 @@ def _report_flags(parser: argparse.ArgumentParser) -> None:
 def _report(given: argparse.Namespace) -> None:
     from nestling.report import report
 
-    report(Path(given.nest), Path(given.to), say=print)
+    report(Path(given.nest), Path(given.to), say=print, overwrite=given.overwrite)
 
 
 def _build_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +212,18 @@ def _demo(given: argparse.Namespace) -> None:
     from nestling.demo import demo
 
     demo(given.to, overwrite=given.overwrite, **({} if given.tokens is None else {"tokens": given.tokens}))
+
+
+def _check_to(given: argparse.Namespace) -> None:
+    """Refuse at the door to write over what exists, and always over what is read."""
+    if not getattr(given, "to", ""):
+        return
+    to = Path(given.to)
+    for source in (getattr(given, name, "") for name in ("parent", "nest", "scores")):
+        if source and Path(source).resolve().is_relative_to(to.resolve()):
+            raise ValueError(f"--to '{to}' would replace '{source}', which is read. Choose another folder.")
+    if to.exists() and not given.overwrite:
+        raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
 
 
 def _add_to(parser: argparse.ArgumentParser) -> None:
@@ -253,8 +271,12 @@ def _settings(given: argparse.Namespace, cls: type, told: dict[str, Any] | None 
 def _recipe(given: argparse.Namespace, *classes: type) -> dict[str, Any]:
     if not given.recipe:
         return {}
-    with open(given.recipe, "rb") as file:
-        told = tomllib.load(file)
+    if not Path(given.recipe).is_file():
+        raise ValueError(f"recipe '{given.recipe}' is not a file; expected TOML with the names of the settings.")
+    try:
+        told = tomllib.loads(Path(given.recipe).read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"recipe '{given.recipe}' is not TOML: {error}.") from error
     fields = {
         field.name: typing.get_type_hints(cls)[field.name] for cls in classes for field in dataclasses.fields(cls)
     }
@@ -263,15 +285,24 @@ def _recipe(given: argparse.Namespace, *classes: type) -> dict[str, Any]:
             raise ValueError(
                 f"{given.recipe} sets '{name}', which is not a setting. Known: {', '.join(sorted(fields))}."
             )
-        kind = typing.get_origin(fields[name]) or fields[name]
-        wanted: tuple[type, ...] = {tuple: (list,), float: (float, int)}.get(kind, (kind,))
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(
-                f"{given.recipe}: {name} = {value!r} is a {type(value).__name__}, expected {wanted[0].__name__}."
-            )
+        told[name] = _told(value, fields[name], f"{given.recipe}: {name} = {value!r}")
     return told
 
 
+def _told(value: Any, kind: Any, where: str) -> Any:
+    """A recipe's value as its field takes it: whole numbers also as 4e6, as on the command line."""
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            return tuple(value)
+        raise ValueError(f"{where} is not a list of strings.")
+    if not isinstance(value, (float, int) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where} is a {type(value).__name__}, expected {kind.__name__}.")
+    return value
+
+
+@functools.cache
 def _help_lines(cls: type) -> dict[str, str]:
     """The comment behind every field of a dataclass: its line of help."""
     source = python_inspect.getsource(cls)
@@ -287,10 +318,13 @@ def _help_lines(cls: type) -> dict[str, str]:
 
 def _int(text: str) -> int:
     """Whole numbers, also as 4e6."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(number)
+    return int(text) if text.isdigit() else int(number)  # a float would round a long seed
 
 
 def _show(value: Any) -> str:

@@ -21,11 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from nestling.documents import EXPECTED, Tokenizer, encode, prompt_length
 
-Tokenizer = Any  # a transformers tokenizer: called on text, `eos_token_id`, `apply_chat_template`
-REASONING = ("reasoning_content", "reasoning", "thinking")  # how data sets and templates spell an assistant's thoughts
-EXPECTED = "one of `text`, `prompt` with `completion`, or `messages`"
+log = logging.getLogger(__name__)
 
 
 class Stream:
@@ -35,7 +33,8 @@ class Stream:
     weights are shares of tokens after normalizing. The next document always comes from the source that is furthest
     behind its share, so the mixture needs no random draw; within a source, documents are shuffled anew each epoch.
     Rank r of `world` takes blocks r, r + world, ... of the one sequence that all ranks walk; every rank tokenizes
-    every document.
+    every document. `loss_on` says which predictions count: "all", or "completion", those of a `completion` or of the
+    last assistant message (with `text`, every token of the document but the first).
     """
 
     def __init__(
@@ -47,21 +46,29 @@ class Stream:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        loss_on: str = "all",
     ) -> None:
+        if loss_on not in ("all", "completion"):
+            raise ValueError(f"loss_on '{loss_on}' is not known: expected 'all' or 'completion'.")
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}: expected 0 to {world - 1}.")
-        self.tokenizer, self.seed, self.rank, self.world = tokenizer, seed, rank, world
+        self.tokenizer, self.seed, self.rank, self.world, self.loss_on = tokenizer, seed, rank, world, loss_on
         _check_eos(tokenizer)
         shares = parse_sources(sources)
         self._sources = [_Source(path, share, f"{seed} {i}") for i, (path, share) in enumerate(shares)]
         self._current: int | None = None  # the source of the document at hand
         self._document: list[int] = []
+        self._prompt = 0  # tokens of it that are given, not predicted
         self._offset = 0  # tokens of it that are used up
         self.num_tokens = 0  # handed out so far, over all ranks
         self.set_length(length)
 
     def next_batch(self, batch: int) -> Tensor:
         """This rank's next `batch` blocks. Returns int64 [batch, time]; the other ranks' blocks are passed over."""
+        return self.next_counted(batch)[0]
+
+    def next_counted(self, batch: int) -> tuple[Tensor, Tensor]:
+        """The same, and bool [batch, time]: whether what is predicted at a token, the next one, counts."""
         if batch < 1:
             raise ValueError(f"batch {batch}: expected at least 1 block.")
         blocks = []
@@ -70,7 +77,8 @@ class Stream:
                 block = self._take(self.length)
                 if rank == self.rank:
                     blocks.append(block)
-        return torch.tensor(blocks, dtype=torch.long)
+        tokens, counts = zip(*blocks, strict=True)
+        return torch.tensor(tokens, dtype=torch.long), torch.tensor(counts, dtype=torch.bool)
 
     def set_length(self, length: int) -> None:
         """Cut blocks of another length from the next token on."""
@@ -113,20 +121,31 @@ class Stream:
             source.load_state_dict_(part)
         self.set_length(state["length"])
         self.num_tokens, self._current, self._offset = state["num_tokens"], state["current"], state["offset"]
-        self._document = [] if self._current is None else self._sources[self._current].current(self.tokenizer)
+        if self._current is not None:
+            self._begin(self._sources[self._current].current(self.tokenizer))
 
-    def _take(self, n: int) -> list[int]:
+    def _begin(self, document: list[int]) -> None:
+        self._document, self._prompt = document, 0
+        if self.loss_on == "completion":
+            assert self._current is not None
+            self._prompt = self._sources[self._current].prompt_length(document, self.tokenizer)
+
+    def _take(self, n: int) -> tuple[list[int], list[bool]]:
         tokens: list[int] = []
+        counts: list[bool] = []
         while len(tokens) < n:
             if self._offset == len(self._document):
                 self._current = self._furthest_behind()
-                self._document = self._sources[self._current].advance(self.tokenizer)
+                self._begin(self._sources[self._current].advance(self.tokenizer))
                 self._offset = 0
             piece = self._document[self._offset : self._offset + n - len(tokens)]
             tokens += piece
+            last = len(self._document) - 1  # it predicts the next document
+            places = range(self._offset, self._offset + len(piece))
+            counts += [self.loss_on == "all" or self._prompt <= i + 1 <= last for i in places]
             self._offset += len(piece)
         self.num_tokens += n
-        return tokens
+        return tokens, counts
 
     def _furthest_behind(self) -> int:
         total = sum(source.taken for source in self._sources)
@@ -199,27 +218,6 @@ def padded_batches(
         yield _pad(rows, pad_id, side)
 
 
-def encode(document: Any, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of one document, ending with one eos; empty when the document has no text."""
-    if not isinstance(document, dict):
-        raise ValueError(f"expected an object with {EXPECTED}, got {type(document).__name__}.")
-    formats = {"text": ("text",), "prompt": ("prompt", "completion"), "messages": ("messages",)}
-    found = [name for name, keys in formats.items() if any(key in document for key in keys)]
-    if len(found) != 1:
-        raise ValueError(
-            f"expected {EXPECTED}, and only one of them; got the keys {', '.join(map(repr, document)) or 'none'}."
-        )
-    if found == ["messages"]:
-        text = _render(document["messages"], document.get("tools"), tokenizer)
-    else:
-        text = "".join(_string(document, key) for key in formats[found[0]])
-    if not text.strip():
-        return []
-    # a chat template writes its own special tokens; plain text gets those that the tokenizer adds
-    ids = list(tokenizer(text, add_special_tokens=found != ["messages"], verbose=False)["input_ids"])
-    return ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-
-
 class _Source:
     """One file, its share, and how far it has been read: `position` documents of this epoch are begun."""
 
@@ -250,20 +248,28 @@ class _Source:
             self._shuffled = self.epoch, _shuffle(self.num_documents, f"{self.seed} {self.epoch}")
         return self.read(int(self._shuffled[1][self.position - 1]), tokenizer)
 
+    def prompt_length(self, ids: list[int], tokenizer: Tokenizer) -> int:
+        """Tokens of the prompt of the document at hand, whose tokens are `ids`."""
+        assert self._shuffled is not None
+        return prompt_length(self._load(int(self._shuffled[1][self.position - 1])), ids, tokenizer)
+
     def read(self, i: int, tokenizer: Tokenizer) -> list[int]:
         """Token ids of the i-th document of the file."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offsets[i])
-            line = file.readline().strip()
-        try:
-            document = json.loads(line)
-        except ValueError as error:  # bad JSON or bad UTF-8
-            where = f"{self.path}:{self._line_number(i)}"
-            raise ValueError(f"{where}: not JSON ({error}); expected an object with {EXPECTED}.") from error
+        document = self._load(i)
         try:
             return encode(document, tokenizer)
         except ValueError as error:
             raise ValueError(f"{self.path}:{self._line_number(i)}: {error}") from error
+
+    def _load(self, i: int) -> Any:
+        with open(self.path, "rb") as file:
+            file.seek(self.offsets[i])
+            line = file.readline().strip()
+        try:
+            return json.loads(line)
+        except ValueError as error:  # bad JSON or bad UTF-8
+            where = f"{self.path}:{self._line_number(i)}"
+            raise ValueError(f"{where}: not JSON ({error}); expected an object with {EXPECTED}.") from error
 
     def report_empty(self) -> None:
         if self.num_empty == self.num_documents:
@@ -322,45 +328,6 @@ def _shuffle(n: int, key: str) -> Tensor:
     """A permutation of 0 to n - 1 that depends on `key` alone. Returns [n]."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())  # 7 bytes: manual_seed takes 63 bits
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-
-
-def _string(document: dict[str, Any], key: str) -> str:
-    if key not in document:
-        raise ValueError(f"`{key}` is missing; expected {EXPECTED}.")
-    if not isinstance(document[key], str):
-        raise ValueError(f"`{key}` is {type(document[key]).__name__}; expected a string.")
-    return document[key]
-
-
-def _render(messages: Any, tools: Any, tokenizer: Tokenizer) -> str:
-    """The chat as the template writes it, without what the template puts after a final eos."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ValueError("`messages` is not a list of objects with `role` and `content`.")
-    if not messages:
-        return ""
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "`messages` need a chat template, and this tokenizer has none: set tokenizer.chat_template, or use `text`."
-        )
-    template = tokenizer.get_chat_template(tools=tools)
-    messages = [_spell_reasoning(message, template) for message in messages]
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    return text.rstrip() if text.rstrip().endswith(tokenizer.eos_token) else text
-
-
-def _spell_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """The message with its thoughts under every spelling, so that the template finds the one that it reads."""
-    thoughts = {name: message[name] for name in REASONING if message.get(name)}
-    if not thoughts:
-        return message
-    if len(set(thoughts.values())) > 1:
-        raise ValueError(f"{' and '.join(thoughts)} differ; expected one of {', '.join(REASONING)}.")
-    if not any(name in template for name in REASONING):
-        raise ValueError(
-            f"the chat template reads none of {', '.join(REASONING)}, so `{next(iter(thoughts))}` would be lost: "
-            "use a template that writes it, or put the thoughts into `content`."
-        )
-    return message | dict.fromkeys(REASONING, next(iter(thoughts.values())))
 
 
 def _pad(rows: list[list[int]], pad_id: int, side: str) -> tuple[Tensor, Tensor]:

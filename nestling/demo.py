@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nestling import hf, tasks
 from nestling.build import BuildSettings, build, members_table
+from nestling.checkpoint import new_folder
 from nestling.eval import solve
 from nestling.nest import Nest
 from nestling.slice import slice as cut_member
@@ -34,19 +35,23 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
         router_share=0.2,
         checkpoint=100,
         warmup=10,
+        loss_on="completion",
     )
 
 
 def demo(to: str | Path, *, tokens: float = 4.6e5, say: Say = print, overwrite: bool = False) -> Nest:
     """Build the nest, print its table, cut its smallest member and let it solve a problem."""
     to = Path(to)
-    data = to.with_name(to.name + ".data")
+    data, smallest = to.with_name(to.name + ".data"), to.with_name(to.name + "-smallest")
+    for folder in (to, smallest):
+        if folder.exists() and not overwrite:
+            raise ValueError(f"'{folder}' exists. Choose another folder, or pass --overwrite to replace it.")
     say("The parent is a 2-million-parameter reasoner that ships with the package: Mamba-2, attention and MoE layers.")
-    if not (data / "heldout.jsonl").exists():
+    if not data.exists():
         say(f"writing {TRAIN_PROBLEMS:,} practice problems with their reasoning")
-        data.mkdir(parents=True, exist_ok=True)
-        tasks.write_jsonl(data / "train.jsonl", "train", TRAIN_PROBLEMS)
-        tasks.write_jsonl(data / "heldout.jsonl", "test", PROBLEMS)
+        with new_folder(data) as folder:
+            tasks.write_jsonl(folder / "train.jsonl", "train", TRAIN_PROBLEMS)
+            tasks.write_jsonl(folder / "heldout.jsonl", "test", PROBLEMS)
     settings = BuildSettings(
         score_tokens=100_000, score_length=192, score_batch=32, problems=PROBLEMS,
         heldout=f"problems={data / 'heldout.jsonl'}", heldout_length=192, max_thinking=192,
@@ -63,7 +68,7 @@ def demo(to: str | Path, *, tokens: float = 4.6e5, say: Say = print, overwrite: 
         f"one nest: {whole:,} bytes of weights; "
         f"{len(nest.members)} separate checkpoints: {separate:,} ({separate / whole:.2f}x)"
     )
-    show_smallest(nest, to.with_name(to.name + "-smallest"), say=say)
+    show_smallest(nest, smallest, say=say)
     return nest
 
 

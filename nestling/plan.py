@@ -15,6 +15,52 @@ from nestling.nest import ALIASES, FULL, Member, Nest, check_sizes, parse_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of `nestling train`."""
+
+    data: str  # JSONL files with weights: "a.jsonl=0.7,b.jsonl=0.3"
+    member: tuple[str, ...]  # NAME=BUDGET (active:0.45, total:2e9, bytes:16GiB,...) or NAME=SIZES (hidden=96,effn=64)
+    stage: tuple[str, ...] = (
+        "tokens=4e6,length=1024,batch=8,lr=1e-4",
+    )  # one after the other; weights=1/1/1 full first
+    loss_on: str = "all"  # "all" tokens, or "completion": replies only, for a parent that was never taught its prompts
+    members_per_batch: int = 0  # members trained under one teacher pass; 0: all of them, else drawn by their weights
+    accumulate: int = 1  # batches in one optimizer step
+    router: str = "learned"  # "learned", or "uniform": every axis shrinks by the same share
+    router_share: float = 0.25  # share of all steps spent in the soft phase
+    router_axes: str = ""  # axis=grain,... that the router may shrink; empty: every width axis
+    router_floor: float = 0.25  # smallest share of an axis that the router may choose
+    router_choices: int = 8  # sizes on offer per axis, at most
+    router_width: int = 128  # neurons in the router's hidden layer
+    router_lr: float = 1e-2  # learning rate of the router
+    router_weights: float = 0.1  # share of the learning rate that the weights get in the soft phase; 0: they wait
+    router_lambda: float = 1.0  # weight of the budget term
+    router_hard: float = 0.004  # share of soft steps that run a hard straight-through sample instead
+    tolerance: float = 0.03  # how far below its budget a frozen member may lie
+    warmup: int = 60  # steps
+    clip: float = 1.0  # largest gradient norm
+    weight_decay: float = 0.0  # of AdamW
+    beta2: float = 0.98  # of AdamW; beta1 is 0.9
+    dtype: str = "fp32"  # arithmetic: fp32, or bf16 under autocast; the trained weights are fp32 either way
+    device: str = "cpu"  # cpu or cuda
+    seed: int = 0  # of data order, router and draws
+    checkpoint: int = 200  # steps between two checkpoints
+    print_seconds: float = 15.0  # between two lines on the terminal
+
+    def __post_init__(self) -> None:
+        if self.router not in {"learned", "uniform"}:
+            raise ValueError(f"router '{self.router}' is not known: expected 'learned' or 'uniform'.")
+        if self.dtype not in {"fp32", "bf16"}:
+            raise ValueError(f"dtype '{self.dtype}' is not known: expected fp32 or bf16.")
+        if not 0 < self.router_share < 1:
+            raise ValueError(f"router_share {self.router_share} is not between 0 and 1.")
+        if not 0 <= self.router_weights <= 1:
+            raise ValueError(f"router_weights {self.router_weights} is not between 0 and 1.")
+        if self.accumulate < 1 or self.members_per_batch < 0 or self.checkpoint < 1:
+            raise ValueError("accumulate and checkpoint must be at least 1, members_per_batch at least 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """A part of a run with its own context length, learning rate and weights of the members."""
 
@@ -189,3 +235,22 @@ def _is_taken(nest: Nest, sizes: Mapping[str, int]) -> bool:
     except StrictDataclassError:
         return False
     return True
+
+
+def check_effect(settings: TrainSettings, *, num_budgets: int, is_soft: bool) -> None:
+    """A setting that nothing would read is an error."""
+    bounds = {"router_axes", "router_floor", "router_choices"}  # these also bound the uniform baseline
+    changed = {
+        name
+        for name, one in TrainSettings.__dataclass_fields__.items()
+        if name.startswith(("router_", "tolerance")) and getattr(settings, name) != one.default
+    }
+    if not num_budgets and (changed or settings.router != "learned"):
+        raise ValueError(f"{sorted(changed) or 'router'} would have no effect: every member has explicit sizes.")
+    if not is_soft and changed - bounds:
+        raise ValueError(f"{', '.join(sorted(changed - bounds))} would have no effect with router 'uniform'.")
+    if settings.members_per_batch > len(settings.member):
+        raise ValueError(
+            f"members_per_batch is {settings.members_per_batch}, the nest has {len(settings.member) + 1} members: 0 "
+            "trains all of them on every batch, weighted."
+        )

@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,52 +33,28 @@ from nestling.distill import check_finite, forward_kl
 from nestling.elastic import ElasticModel, Run
 from nestling.export import export
 from nestling.nest import FULL, Member, Nest, open_nest
-from nestling.plan import Stage, count_soft_steps, learning_rate, parse_stages, plan_members, router_options
+from nestling.plan import (
+    Stage,
+    TrainSettings,
+    check_effect,
+    count_soft_steps,
+    learning_rate,
+    parse_stages,
+    plan_members,
+    router_options,
+)
 from nestling.router import Router, budget_loss, hard_stairs, pull_to_full
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """Settings of `nestling train`."""
+class _Batch:
+    """One micro-batch and what the teacher says of it."""
 
-    data: str  # JSONL files with weights: "a.jsonl=0.7,b.jsonl=0.3"
-    member: tuple[str, ...]  # NAME=BUDGET (active:0.45, total:2e9, bytes:16GiB,...) or NAME=SIZES (hidden=96,effn=64)
-    stage: tuple[str, ...] = (
-        "tokens=4e6,length=1024,batch=8,lr=1e-4",
-    )  # one after the other; weights=1/1/1 full first
-    members_per_batch: int = 0  # members trained under one teacher pass; 0: all of them, else drawn by their weights
-    accumulate: int = 1  # batches in one optimizer step
-    router: str = "learned"  # "learned", or "uniform": every axis shrinks by the same share
-    router_share: float = 0.25  # share of all steps spent in the soft phase
-    router_axes: str = ""  # axis=grain,... that the router may shrink; empty: every width axis
-    router_floor: float = 0.25  # smallest share of an axis that the router may choose
-    router_choices: int = 8  # sizes on offer per axis, at most
-    router_width: int = 128  # neurons in the router's hidden layer
-    router_lr: float = 1e-2  # learning rate of the router
-    router_lambda: float = 1.0  # weight of the budget term
-    router_hard: float = 0.004  # share of soft steps that run a hard straight-through sample instead
-    tolerance: float = 0.03  # how far below its budget a frozen member may lie
-    warmup: int = 60  # steps
-    clip: float = 1.0  # largest gradient norm
-    weight_decay: float = 0.0  # of AdamW
-    beta2: float = 0.98  # of AdamW; beta1 is 0.9
-    dtype: str = "fp32"  # arithmetic: fp32, or bf16 under autocast; the trained weights are fp32 either way
-    device: str = "cpu"  # cpu or cuda
-    seed: int = 0  # of data order, router and draws
-    checkpoint: int = 200  # steps between two checkpoints
-    print_seconds: float = 15.0  # between two lines on the terminal
-
-    def __post_init__(self) -> None:
-        if self.router not in {"learned", "uniform"}:
-            raise ValueError(f"router '{self.router}' is not known: expected 'learned' or 'uniform'.")
-        if self.dtype not in {"fp32", "bf16"}:
-            raise ValueError(f"dtype '{self.dtype}' is not known: expected fp32 or bf16.")
-        if not 0 < self.router_share < 1:
-            raise ValueError(f"router_share {self.router_share} is not between 0 and 1.")
-        if self.accumulate < 1 or self.members_per_batch < 0 or self.checkpoint < 1:
-            raise ValueError("accumulate and checkpoint must be at least 1, members_per_batch at least 0.")
+    ids: Tensor  # [batch, time]
+    counted: Tensor  # bool [batch, time]: whether the prediction made there counts
+    target: Tensor  # [batch, time, vocab]  logits
 
 
 @dataclass
@@ -122,7 +98,7 @@ class _Training:
         )
         is_learned = bool(self.budgets) and settings.router == "learned"
         self.soft_steps = count_soft_steps(self.stages, settings.router_share, self.budgets) if is_learned else 0
-        _check_effect(settings, num_budgets=len(self.budgets), is_soft=bool(self.soft_steps))
+        check_effect(settings, num_budgets=len(self.budgets), is_soft=bool(self.soft_steps))
 
         model = hf.load_model(nest.folder, device=settings.device)
         self.teacher = hf.load_model(nest.folder, device=settings.device).requires_grad_(False)
@@ -140,7 +116,13 @@ class _Training:
         self.generator = torch.Generator().manual_seed(settings.seed)
         tokenizer = hf.load_tokenizer(nest.folder)
         self.stream = Stream(
-            settings.data, tokenizer, length=self.stages[0].length, seed=settings.seed, rank=rank, world=world
+            settings.data,
+            tokenizer,
+            length=self.stages[0].length,
+            seed=settings.seed,
+            rank=rank,
+            world=world,
+            loss_on=settings.loss_on,
         )
         self.vocab = min(len(tokenizer), nest.layout.sizes["vocab"]) if len(tokenizer) else None
         self.state = _State(members=dict(self.members) if not self.soft_steps else {})
@@ -208,24 +190,21 @@ class _Training:
     def _step(self, step: int, stage: Stage, first: int) -> dict[str, Any]:
         """One optimizer step. Returns its record."""
         lr = learning_rate(step, stage, first, warmup=self.settings.warmup)
+        lr *= self.settings.router_weights if step < self.soft_steps else 1.0
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         is_soft = step < self.soft_steps
         losses: dict[str, list[float]] = {}
         record: dict[str, Any] = {"step": step, "phase": "router" if is_soft else "members", "lr": lr}
         for _ in range(self.settings.accumulate):
-            ids = self.stream.next_batch(stage.batch).to(self.settings.device)  # [batch, time]
-            with torch.no_grad(), self._autocast():
-                target = self.teacher(input_ids=ids, use_cache=False).logits
+            batch = self._next_batch(stage)
             if step == 0 and not losses:
-                self._check_start(ids, target)
-            if is_soft:
-                found = self._soft_batch(ids, target, stage, step, record)
-            else:
-                found = self._member_batch(ids, target, stage, step)
+                self._check_start(batch)
+            soft = self._soft_batch(batch, stage, step, record) if is_soft else None
+            found = self._member_batch(batch, stage, step) if soft is None else soft
             for name, loss in found.items():
                 losses.setdefault(name, []).append(loss)
-            self.state.tokens += ids.numel() * self.world
+            self.state.tokens += batch.ids.numel() * self.world
         record["grad_norm"] = norm = parallel.clip_(self.weights, self.settings.clip)
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradient's norm is {norm} at step {step} ({', '.join(losses)}): lower the lr.")
@@ -239,9 +218,18 @@ class _Training:
         means = parallel.mean_of({name: math.fsum(some) / len(some) for name, some in losses.items()})
         return record | {"loss": means, "tokens": self.state.tokens}
 
-    def _soft_batch(
-        self, ids: Tensor, target: Tensor, stage: Stage, step: int, record: dict[str, Any]
-    ) -> dict[str, float]:
+    def _next_batch(self, stage: Stage) -> _Batch:
+        ids, counted = (x.to(self.settings.device) for x in self.stream.next_counted(stage.batch))
+        with torch.no_grad(), self._autocast():
+            return _Batch(ids=ids, counted=counted, target=self.teacher(input_ids=ids, use_cache=False).logits)
+
+    def _kl(self, run: Run | Mapping[str, int], batch: _Batch) -> Tensor:
+        """A member's distance to the teacher, over the tokens that count."""
+        with self._autocast():
+            logits = self.elastic(run, input_ids=batch.ids, use_cache=False).logits
+        return forward_kl(logits, batch.target, mask=batch.counted, vocab=self.vocab)
+
+    def _soft_batch(self, batch: _Batch, stage: Stage, step: int, record: dict[str, Any]) -> dict[str, float]:
         """The router's part: one budget, masked softly (rarely: sliced, straight through)."""
         settings = self.settings
         (name,) = self._draw(stage, 1, [FULL, *self.budgets])
@@ -257,26 +245,21 @@ class _Training:
                 run = Run(sizes=sizes, stairs=stairs)
             else:
                 run = Run(stairs=self.router.stairs(p), is_soft=True)
-        with self._autocast():
-            logits = self.elastic(run, input_ids=ids, use_cache=False).logits
-        kl = forward_kl(logits, target, vocab=self.vocab)
+        kl = self._kl(run, batch)
         ((kl + extra) / settings.accumulate).backward()
         record["budget_term"] = {name: extra.item()}
         record["router"] = {one: {a: round(n, 2) for a, n in self.router.settled(one).items()} for one in self.budgets}
         record["probabilities"] = {name: {axis: [round(x, 4) for x in q.tolist()] for axis, q in p.items()}}
         return {name: check_finite(kl.detach(), member=name, step=step)}
 
-    def _member_batch(self, ids: Tensor, target: Tensor, stage: Stage, step: int) -> dict[str, float]:
+    def _member_batch(self, batch: _Batch, stage: Stage, step: int) -> dict[str, float]:
         """Several members, as slices, under one pass of the teacher."""
         count = self.settings.members_per_batch
         names = [FULL, *self.state.members]
         chosen = self._draw(stage, count, names) if count else [n for n in names if stage.weights[n] > 0]
         losses = {}
         for name in chosen:
-            sizes = self.state.members[name].sizes if name != FULL else {}
-            with self._autocast():
-                logits = self.elastic(sizes, input_ids=ids, use_cache=False).logits
-            kl = forward_kl(logits, target, vocab=self.vocab)
+            kl = self._kl(self.state.members[name].sizes if name != FULL else {}, batch)
             # Drawn members were weighted by the draw; when all run, the weights stand in the loss.
             share = 1 / len(chosen) if count else stage.weights[name]
             (kl * (share / self.settings.accumulate)).backward()
@@ -289,11 +272,10 @@ class _Training:
         count = min(count, int((p > 0).sum()))
         return [names[i] for i in torch.multinomial(p, count, generator=self.generator).tolist()]
 
-    def _check_start(self, ids: Tensor, target: Tensor) -> None:
+    def _check_start(self, batch: _Batch) -> None:
         """Before training the full member is the teacher."""
-        with torch.no_grad(), self._autocast():
-            logits = self.elastic({}, input_ids=ids, use_cache=False).logits
-            start = check_finite(forward_kl(logits, target, vocab=self.vocab), member=FULL, step=0)
+        with torch.no_grad():
+            start = check_finite(self._kl({}, batch), member=FULL, step=0)
         assert start < 1e-3, f"the full member starts at KL {start}, expected 0: the nest is not its own teacher"
 
     def _freeze(self, name: str, sizes: dict[str, int]) -> None:
@@ -375,25 +357,6 @@ class _Training:
         if self.rank == 0:
             self.work.mkdir(parents=True, exist_ok=True)
             parallel.write_whole(self.work / "settings.json", json.dumps(told, indent=2))
-
-
-def _check_effect(settings: TrainSettings, *, num_budgets: int, is_soft: bool) -> None:
-    """A setting that nothing would read is an error."""
-    bounds = {"router_axes", "router_floor", "router_choices"}  # these also bound the uniform baseline
-    changed = {
-        name
-        for name, one in TrainSettings.__dataclass_fields__.items()
-        if name.startswith(("router_", "tolerance")) and getattr(settings, name) != one.default
-    }
-    if not num_budgets and (changed or settings.router != "learned"):
-        raise ValueError(f"{sorted(changed) or 'router'} would have no effect: every member has explicit sizes.")
-    if not is_soft and changed - bounds:
-        raise ValueError(f"{', '.join(sorted(changed - bounds))} would have no effect with router 'uniform'.")
-    if settings.members_per_batch > len(settings.member):
-        raise ValueError(
-            f"members_per_batch is {settings.members_per_batch}, the nest has {len(settings.member) + 1} members: 0 "
-            "trains all of them on every batch, weighted."
-        )
 
 
 def _sizes(member: Member) -> str:

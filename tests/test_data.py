@@ -126,6 +126,47 @@ def test_the_three_formats_become_text_that_ends_in_one_eos(tmp_path: Path, toke
     assert read == ["abc$", "1+1=2$", "<user>hi<assistant>ho$"]
 
 
+def test_only_predictions_of_the_completion_count_when_asked(tmp_path: Path, tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "thinking": "x"}]
+    for document, reply in (
+        ({"prompt": "ABC", "completion": "def"}, "def$"),
+        ({"messages": chat}, "assistant>(x)yo$"),  # this template writes no prompt for the reply
+        ({"text": "plain"}, "lain$"),
+    ):
+        path = write(tmp_path / "one.jsonl", [document])
+        (ids,) = read_documents(path, tokenizer)
+        stream = Stream(path, tokenizer, length=len(ids), loss_on="completion")
+        (tokens,), (counted,) = stream.next_counted(1)
+        assert tokens.tolist() == ids
+        predicted = [after for after, counts in zip(ids[1:], counted[:-1].tolist(), strict=True) if counts]
+        assert tokenizer.decode(predicted).removeprefix("<") == reply
+        assert not counted[-1]  # the next document's first token
+
+
+def test_what_counts_does_not_change_when_a_stream_is_resumed_inside_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "ABCDEFG" * (i + 1), "completion": "xyz"} for i in range(9)])
+    whole = Stream(path, tokenizer, length=5, loss_on="completion")
+    for _ in range(7):
+        whole.next_batch(1)
+        again = Stream(path, tokenizer, length=5, loss_on="completion")
+        again.load_state_dict(whole.state_dict())
+        undisturbed = Stream(path, tokenizer, length=5, loss_on="completion")
+        undisturbed.next_batch(whole.num_tokens // 5)
+        for one, other in zip(again.next_counted(4), undisturbed.next_counted(4), strict=True):
+            assert torch.equal(one, other)
+    # Of every document the three letters and the eos are predicted, whatever the blocks.
+    fresh = Stream(path, tokenizer, length=5, loss_on="completion")
+    total = sum(7 * (i + 1) + 4 for i in range(9))
+    _, counted = Stream(path, tokenizer, length=total, loss_on="completion").next_counted(1)
+    assert int(counted.sum()) == 9 * 4
+    assert torch.equal(fresh.next_counted(total // 5)[1].flatten(), counted.flatten()[: total // 5 * 5])
+
+
+def test_an_unknown_loss_on_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="expected 'all' or 'completion'"):
+        Stream(two_files(tmp_path), tokenizer, length=4, loss_on="replies")
+
+
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_reach_the_template_however_they_are_spelled(

@@ -21,7 +21,7 @@ CODE = [
 MAX_LINES = 400
 
 FLOORS = (
-    ("axes", "checkpoint", "formats", "text", "traces"),
+    ("axes", "checkpoint", "documents", "formats", "text", "traces"),
     ("arch", "tasks"),
     ("hf", "cost", "data"),
     ("nest", "budget", "distill", "listen"),
