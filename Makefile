@@ -14,7 +14,7 @@ setup: $(STAMP)  ## make .venv with the tested versions; quiet when there is not
 	@:
 
 demo: setup  ## build a nest from the reasoner that ships with the package, and show its members
-	.venv/bin/nestling demo --to runs/demo
+	.venv/bin/nestling demo --to runs/demo --overwrite
 
 # Threads that spin while they wait slow every other process down, and the tests start some.
 test slow: export GOMP_SPINCOUNT = 0

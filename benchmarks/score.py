@@ -4,7 +4,7 @@ Random weights at the shapes of two models; plain and scored passes alternate ov
 The plain pass computes the last token's logits only, as the scored one does. The second ratio is of processor seconds,
 which other programs on the machine do not stretch.
 
-    python benchmarks/score.py --threads 1
+    python -m benchmarks.score --threads 1
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.results import hardware, markdown, put
 from nestling import hf
 from nestling.listen import run
 from nestling.score import score
@@ -38,18 +39,21 @@ SHAPES = {
 
 
 def main() -> None:
-    """Print one line for each shape."""
+    """Print one line for each shape and put the table into docs/results.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9, help="pairs of passes; the median is reported")
     parser.add_argument("--batches", type=int, default=2, help="batches in one pass")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--no-write", action="store_true", help="print only, leave docs/results.md as it is")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{options.threads} threads, {options.batches} batches of {options.rows} x {options.length} tokens, ", end="")
-    print(f"median of {options.rounds} pairs of passes, fp32\n")
-    print(f"{'model':18}{'parameters':>12}{'plain tok/s':>14}{'scored tok/s':>14}{'ratio':>8}{'of CPU s':>10}")
+    title = (
+        f"{options.batches} batches of {options.rows} x {options.length} tokens, median of {options.rounds} pairs of "
+        f"passes, fp32; {hardware()}"
+    )
+    rows = [["model", "parameters", "plain, tokens/s", "scored, tokens/s", "ratio", "ratio of processor seconds"]]
     for name, config in SHAPES.items():
         model = hf.new_model(config, seed=0)
         draw = torch.Generator().manual_seed(0)
@@ -64,7 +68,11 @@ def main() -> None:
         count = sum(p.numel() for p in model.parameters())
         speeds = [ids.numel() / statistics.median(wall for wall, _ in times) for times in (plain, scored)]
         ratios = [statistics.median(a[i] / b[i] for a, b in zip(plain, scored, strict=True)) for i in (0, 1)]
-        print(f"{name:18}{count:12,}{speeds[0]:14,.0f}{speeds[1]:14,.0f}{ratios[0]:8.2f}{ratios[1]:10.2f}", flush=True)
+        numbers = [f"{count:,}", *(f"{one:,.0f}" for one in speeds), *(f"{one:.2f}" for one in ratios)]
+        rows.append([name, *numbers])
+        print(" | ".join(rows[-1]), flush=True)
+    if not options.no_write:
+        put("score", f"{title}\n\n{markdown(rows)}")
 
 
 @torch.no_grad()

@@ -235,17 +235,24 @@ def _heldout_blocks(settings: BuildSettings, parent: str | Path, loss_on: str) -
 
     Values are two tensors [block, time].
     """
+    if not settings.problems and not settings.heldout:
+        raise ValueError("nothing to evaluate with: give --heldout NAME=FILE.jsonl, or --problems for the reasoner.")
     tokenizer, found = hf.load_tokenizer(parent), {}
     for part in settings.heldout.split(",") if settings.heldout else []:
         name, equals, path = part.partition("=")
         if not equals:
             raise ValueError(f"cannot read held-out source '{part}': expected NAME=FILE.jsonl.")
+        if name in found:
+            raise ValueError(f"held-out source '{name}' is given twice.")
         available = sum(len(document) for document in read_documents(path, tokenizer))
-        length = min(settings.heldout_length, available)
+        length = min(settings.heldout_length, settings.heldout_tokens, available)
         if length < 2:
-            raise ValueError(f"held-out source '{path}' has {available} tokens: too few for one block.")
+            raise ValueError(
+                f"held-out source '{path}' has {available} tokens; with heldout_tokens {settings.heldout_tokens} and "
+                f"heldout_length {settings.heldout_length} that is too few for one block."
+            )
         stream = Stream(path, tokenizer, length=length, loss_on=loss_on)
-        ids, counted = stream.next_counted(max(1, min(available, settings.heldout_tokens) // length))
+        ids, counted = stream.next_counted(min(available, settings.heldout_tokens) // length)
         labels = torch.full_like(ids, -100)
         labels[:, 1:] = ids[:, 1:].where(counted[:, :-1], labels[:, 1:])
         found[name] = ids, labels

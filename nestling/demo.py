@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 MEMBERS = ("70=active:0.70", "45=active:0.45", "25=active:0.25")
 PROBLEMS = 500
-TRAIN_PROBLEMS = 8_000
+TRAIN_PROBLEMS = 12_000
 
 
 def reasoner() -> Path:
@@ -31,15 +31,16 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
     return TrainSettings(
         data=data,
         member=MEMBERS,
-        stage=(f"tokens={tokens:.0f},length=192,batch=12,lr=2e-3",),
-        router_share=0.2,
+        stage=(f"tokens={tokens:.0f},length=192,batch=12,lr=3e-3",),
+        router_share=0.1,
+        router_weights=0.0,
         checkpoint=100,
         warmup=10,
         loss_on="completion",
     )
 
 
-def demo(to: str | Path, *, tokens: float = 4.6e5, say: Say = print, overwrite: bool = False) -> Nest:
+def demo(to: str | Path, *, tokens: float = 9e5, say: Say = print, overwrite: bool = False) -> Nest:
     """Build the nest, print its table, cut its smallest member and let it solve a problem."""
     to = Path(to)
     data, smallest = to.with_name(to.name + ".data"), to.with_name(to.name + "-smallest")

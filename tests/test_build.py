@@ -40,8 +40,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("build")
     tiny.save("nemotron_h", root / "parent", is_chatty=True)
     write_text(root / "text.jsonl")
-    texts = ["the owl sleeps by day", "two eggs in a nest of moss", "a feather fell", "who sings at dawn", "moss"]
-    (root / "heldout.jsonl").write_text("".join(json.dumps({"text": text * 2}) + "\n" for text in texts))
+    # One document over and over: its tokens are the same in whatever order the documents are read.
+    (root / "heldout.jsonl").write_text(4 * (json.dumps({"text": "two eggs in a nest of moss; who sings"}) + "\n"))
     return root
 
 
