@@ -78,7 +78,8 @@ def main() -> None:
 @torch.no_grad()
 def _alternate(one: Callable, other: Callable, rounds: int) -> tuple[list[Seconds], list[Seconds]]:
     """Wall and processor seconds of each call, taken in turns after one of each to warm up."""
-    one(), other()
+    one()
+    other()
     times: tuple[list[Seconds], list[Seconds]] = ([], [])
     for _ in range(rounds):
         for call, taken in zip((one, other), times, strict=True):

@@ -145,7 +145,7 @@ def _layer_order(args: argparse.Namespace) -> list[int]:
     if not saved.exists():
         model, tokenizer = hf.load_model(reasoner()), hf.load_tokenizer(reasoner())
         documents = list(read_documents(args.data / "train.jsonl", tokenizer))[:64]
-        batches = list(padded_batches(documents, batch=32, length=192, pad_id=tokenizer.pad_token_id or 0))
+        batches = list(padded_batches(documents, batch=32, length=192, pad_id=int(str(tokenizer.pad_token_id or 0))))
         args.to.mkdir(parents=True, exist_ok=True)
         saved.write_text(json.dumps([int(i) for i in score_layers(model, batches).order]))
     return json.loads(saved.read_text())
@@ -160,7 +160,7 @@ def _explicit(base: TrainSettings, members: tuple[str, ...], stage: Any) -> Trai
 
 def _stage(base: TrainSettings, tokens: float, weights: str = "") -> str:
     (only,) = base.stage
-    parts = dict(part.partition("=")[::2] for part in only.split(","))
+    parts: dict[str, str] = {key: value for key, _, value in (part.partition("=") for part in only.split(","))}
     parts["tokens"] = f"{tokens:.0f}"
     return ",".join(f"{k}={v}" for k, v in parts.items()) + (f",weights={weights}" if weights else "")
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for benchmarks.results, which is not part of the package
 
@@ -31,14 +32,15 @@ def main() -> None:
     for name, member in nest.members.items():
         with tempfile.TemporaryDirectory() as scratch:
             folder = cut_member(nest, member, Path(scratch) / "member")
-            model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
+            generate: Any = hf.load_model(folder).generate
+            tokenizer = hf.load_tokenizer(folder)
         for prompt in PROMPTS:
             chat = [{"role": "user", "content": prompt}]
-            inputs = tokenizer.apply_chat_template(
+            inputs: Any = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            out = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=False)
-            text = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            out = generate(**inputs, max_new_tokens=args.tokens, do_sample=False)
+            text = str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
             lines.append(f"- member {name}, *{prompt}* {' '.join(text.split())}")
             print(lines[-1], flush=True)
     put("smollm2-prompts", f"Greedy answers, at most {args.tokens} tokens:\n\n" + "\n".join(lines))

@@ -186,7 +186,7 @@ def _scan(
 
     x: [batch, time, group mamba, mdim]; dt: [batch, time, group mamba]; B, C: [batch, time, group, state].
     """
-    batch, time, num_heads, _ = x.shape
+    batch, time, num_heads = x.shape[:3]
     groups = B.shape[2]
     dt = F.softplus(dt + dt_bias).clamp(min=dt_limit[0])
     gone = (A * dt).transpose(1, 2).cumsum(-1)  # [batch, group mamba, time]
@@ -289,6 +289,7 @@ class Muon:
     def step_(self, rate: float, decay: float) -> None:
         """Update the weights in place; `rate` is the root mean square of an update's entries, as with Adam."""
         for w, buffer in zip(self.weights, self.buffers, strict=True):
+            assert w.grad is not None
             buffer.lerp_(w.grad, 1 - self.momentum)
             update = _orthogonal(w.grad.lerp(buffer, self.momentum))
             w.mul_(1 - rate * decay).add_(update, alpha=-rate * 0.2 * max(w.shape[-2:]) ** 0.5)
@@ -384,7 +385,7 @@ class Run:
             sums += torch.tensor([loss.item(), counted.sum(), ids.numel()])
         grads = [w.grad for w in self.weights.values() if w.grad is not None]
         _add_up_([*grads, sums, *self.loads])
-        norm = torch.sqrt(sum(grad.square().sum() for grad in grads)) / sums[1]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt() / sums[1]
         if not norm.isfinite():
             raise FloatingPointError(f"loss is {sums[0] / sums[1]} at step {self.step}: lower --rate.")
         for grad in grads:
@@ -405,13 +406,15 @@ class Run:
             group["lr"] = rate * self.args.adam_rate / self.args.rate
         self.adam.step()
         for w in self.weights.values():
-            w.grad.zero_()
+            if w.grad is not None:
+                w.grad.zero_()
         return rate
 
     def _balance_(self) -> None:
         """Make busy experts less likely to be chosen, idle ones more: the bias moves a small step against the load."""
         for load, router in zip(self.loads, self.routers, strict=True):
-            router.e_score_correction_bias.add_((load.mean() - load).sign(), alpha=self.args.balance * self._falling())
+            bias: Any = router.e_score_correction_bias
+            bias.add_((load.mean() - load).sign(), alpha=self.args.balance * self._falling())
             load.zero_()
 
     def _falling(self) -> float:
@@ -553,7 +556,7 @@ def _processor() -> str:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line's settings; `given` stands for it in tests."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--to", default="", help="folder for the finished model; empty: only checkpoints")
     parser.add_argument("--work", default="runs/reasoner", help="folder for data, checkpoints and the log")
     parser.add_argument("--note", default="", help="a sentence that ends the model card")

@@ -45,7 +45,7 @@ class ElasticModel(nn.Module):
 
     def __init__(self, model: nn.Module, *, layer_order: Sequence[int] | None = None) -> None:
         super().__init__()
-        arch, config = hf.architecture_of(model)  # type: ignore[arg-type]
+        arch, config = hf.architecture_of(model)
         layout = arch.layout(config, "memory")
         layout.check_cover(hf.state_of(model))
         self.layout, self.config = layout, config
@@ -58,6 +58,7 @@ class ElasticModel(nn.Module):
         self.full = model
         # Skeletons own no weights; as registered modules they would be sharded, saved and counted.
         self.__dict__["_skeletons"] = {}
+        self._skeletons: dict[Any, _Skeleton]
         self.train(model.training)
 
     @property

@@ -42,9 +42,10 @@ def _plain(value: Any) -> Any:
 def load_model(folder: str | Path, *, dtype: str = "fp32", device: str = "cpu") -> PreTrainedModel:
     """The stock model of a folder, in evaluation mode. A weight that is missing or left over is an error, not a
     message."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
+    model, info = loaded
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             raise ValueError(f"'{folder}' does not fit its own model class: {what} {sorted(info[what])[:5]}.")
@@ -83,8 +84,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def architecture_of(model: PreTrainedModel) -> tuple[Architecture, Config]:
+def architecture_of(model: nn.Module) -> tuple[Architecture, Config]:
     """The table and the complete config of a stock model object."""
+    assert isinstance(model, PreTrainedModel)
     return find({"model_type": model.config.model_type, **model.config.to_dict()})
 
 

@@ -74,6 +74,7 @@ class Listener:
                 for pattern, product in self.layout.arch.norms.items():
                     if "{layer}" in pattern and product == "hidden":
                         for layer, norm in hf.modules_at(model, pattern, len(self.layout.kinds)):
+                            assert layer is not None
                             hook = partial(self._on_output, "hidden", layer, parse(product)[0][0], 0)
                             stack.callback(norm.register_forward_hook(hook).remove)
             for name, place in self.layout.tensors.items():

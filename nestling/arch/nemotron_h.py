@@ -91,6 +91,7 @@ def _complete(config: Config) -> Config:
             "the config has neither layers_block_type nor hybrid_override_pattern: the layers are unknown."
         )
     if given is None:
+        assert isinstance(pattern, str)
         unknown = sorted(set(pattern) - PATTERN.keys())
         if unknown:
             raise ValueError(f"hybrid_override_pattern has unknown letters {unknown}; known: {sorted(PATTERN)}.")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,7 @@ class Layout:
             )
         return self.tensors[name]
 
-    def check_cover(self, names: Iterator[str] | Sequence[str]) -> None:
+    def check_cover(self, names: Iterable[str]) -> None:
         """Every name has a row and every row has a name; otherwise an error that lists what is off."""
         given = set(names)
         extra, missing = sorted(given - self.tensors.keys()), sorted(self.tensors.keys() - given)
