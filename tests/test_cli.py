@@ -343,7 +343,12 @@ def test_control_c_exits_with_one_and_no_traceback(root: Path, monkeypatch: pyte
     err = io.StringIO()
     monkeypatch.setattr(sys, "stdout", Impatient())
     monkeypatch.setattr(sys, "stderr", err)
-    assert main(["inspect", str(root / "nest")]) == 1
+    # A shell's background job starts with Control-C ignored; Python then sets no handler of its own.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["inspect", str(root / "nest")]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert err.getvalue() == "nestling inspect: stopped\n"
 
 
