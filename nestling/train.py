@@ -200,8 +200,7 @@ class _Training:
             batch = self._next_batch(stage)
             if step == 0 and not losses:
                 self._check_start(batch)
-            soft = self._soft_batch(batch, stage, step, record) if is_soft else None
-            found = self._member_batch(batch, stage, step) if soft is None else soft
+            found = self._soft_batch(batch, stage, step, record) if is_soft else self._member_batch(batch, stage, step)
             for name, loss in found.items():
                 losses.setdefault(name, []).append(loss)
             self.state.tokens += batch.ids.numel() * self.world
