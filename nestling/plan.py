@@ -133,11 +133,15 @@ def count_soft_steps(stages: Sequence[Stage], share: float, names: Collection[st
     return steps
 
 
-def learning_rate(step: int, stage: Stage, first: int, *, warmup: int) -> float:
-    """Linear warm-up over the run's first steps, and within each stage a cosine from its lr to a tenth of it."""
+def learning_rate(step: int, stage: Stage, first: int, *, warmup: int, since: int = 0) -> float:
+    """Linear warm-up from step `since` on, and within each stage a cosine from its lr to a tenth of it.
+
+    since: the run's first step, or the first that trains slices: what the weights did under the router's masks, if
+    they moved at all, was another problem.
+    """
     through = (step - first) / max(1, stage.steps - 1)
     cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * through)) / 2
-    return stage.lr * cosine * min(1.0, (step + 1) / max(1, warmup))
+    return stage.lr * cosine * min(1.0, (step - since + 1) / max(1, warmup))
 
 
 def plan_members(texts: tuple[str, ...], nest: Nest) -> tuple[dict[str, Member], dict[str, Budget]]:

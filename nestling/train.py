@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -189,11 +189,12 @@ class _Training:
 
     def _step(self, step: int, stage: Stage, first: int) -> dict[str, Any]:
         """One optimizer step. Returns its record."""
-        lr = learning_rate(step, stage, first, warmup=self.settings.warmup)
-        lr *= self.settings.router_weights if step < self.soft_steps else 1.0
+        is_soft = step < self.soft_steps
+        since = 0 if is_soft else self.soft_steps
+        lr = learning_rate(step, stage, first, warmup=self.settings.warmup, since=since)
+        lr *= self.settings.router_weights if is_soft else 1.0
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        is_soft = step < self.soft_steps
         losses: dict[str, list[float]] = {}
         record: dict[str, Any] = {"step": step, "phase": "router" if is_soft else "members", "lr": lr}
         for _ in range(self.settings.accumulate):
@@ -229,27 +230,37 @@ class _Training:
         return forward_kl(logits, batch.target, mask=batch.counted, vocab=self.vocab)
 
     def _soft_batch(self, batch: _Batch, stage: Stage, step: int, record: dict[str, Any]) -> dict[str, float]:
-        """The router's part: one budget, masked softly (rarely: sliced, straight through)."""
+        """The router's part: one budget, masked softly (rarely: sliced, straight through).
+
+        What a budget costs needs no forward pass, so every budget's term is in every step, also when another is drawn.
+        """
         settings = self.settings
-        (name,) = self._draw(stage, 1, [FULL, *self.budgets])
+        # The full member has nothing to tell the router; it is drawn only where the weights move too.
+        has_budgets = any(stage.weights[one] for one in self.budgets)
+        names = self.router.names if settings.router_weights or not has_budgets else tuple(self.budgets)
+        (name,) = self._draw(stage, 1, names)
         progress = step / max(1, self.soft_steps - 1)
-        p = self.router(name, progress, self.generator)
-        is_hard = float(torch.rand((), generator=self.generator)) < settings.router_hard
-        if name == FULL:
-            run, extra = Run(), pull_to_full(p)
+        chosen = {one: self.router(one, progress, self.generator) for one in self.router.names}
+        terms = {one: self._budget_term(one, p) for one, p in chosen.items()}
+        if float(torch.rand((), generator=self.generator)) < settings.router_hard and name != FULL:
+            sizes, stairs = hard_stairs(chosen[name], self.options)
+            run = Run(sizes=sizes, stairs=stairs)
         else:
-            extra = settings.router_lambda * budget_loss(self.budgets[name], self.nest.layout, self.router.expected(p))
-            if is_hard:
-                sizes, stairs = hard_stairs(p, self.options)
-                run = Run(sizes=sizes, stairs=stairs)
-            else:
-                run = Run(stairs=self.router.stairs(p), is_soft=True)
+            run = Run(stairs=self.router.stairs(chosen[name]), is_soft=True) if name != FULL else Run()
         kl = self._kl(run, batch)
-        ((kl + extra) / settings.accumulate).backward()
-        record["budget_term"] = {name: extra.item()}
+        ((kl + torch.stack(list(terms.values())).sum()) / settings.accumulate).backward()
+        record["budget_term"] = {one: term.item() for one, term in terms.items()}
         record["router"] = {one: {a: round(n, 2) for a, n in self.router.settled(one).items()} for one in self.budgets}
-        record["probabilities"] = {name: {axis: [round(x, 4) for x in q.tolist()] for axis, q in p.items()}}
+        record["probabilities"] = {
+            one: {axis: [round(x, 4) for x in q.tolist()] for axis, q in p.items()} for one, p in chosen.items()
+        }
         return {name: check_finite(kl.detach(), member=name, step=step)}
+
+    def _budget_term(self, name: str, p: Mapping[str, Tensor]) -> Tensor:
+        """How far the expected sizes lie from the budget; for the full member, from the full sizes."""
+        if name == FULL:
+            return pull_to_full(p)
+        return self.settings.router_lambda * budget_loss(self.budgets[name], self.nest.layout, self.router.expected(p))
 
     def _member_batch(self, batch: _Batch, stage: Stage, step: int) -> dict[str, float]:
         """Several members, as slices, under one pass of the teacher."""
@@ -265,7 +276,7 @@ class _Training:
             losses[name] = check_finite(kl.detach(), member=name, step=step)
         return losses
 
-    def _draw(self, stage: Stage, count: int, names: list[str]) -> list[str]:
+    def _draw(self, stage: Stage, count: int, names: Sequence[str]) -> list[str]:
         """Members drawn by their weights; the same on every rank."""
         p = torch.tensor([stage.weights[name] for name in names], dtype=torch.float64)
         count = min(count, int((p > 0).sum()))
