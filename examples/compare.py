@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for benchmarks.results, which is not part of the package
 
 from benchmarks.results import hardware, markdown, put
@@ -53,20 +55,20 @@ def main() -> None:
 
 def alone(args: argparse.Namespace, joint: Nest, base: TrainSettings) -> None:
     """Each member by itself: its sizes, the tokens that it saw as a slice, the same recipe."""
-    tokens = joint.recipe["tokens"] * (1 - base.router_share)
     for member in joint.members.values():
         if member.name == FULL:
             continue
         sizes = ",".join(f"{axis}={n}" for axis, n in member.sizes.items())
-        stage = _stage(base, tokens, weights="0/1")
-        settings = _explicit(base, (f"{member.name}={sizes}",), stage)
+        settings = _explicit(base, (f"{member.name}={sizes}",), (_stage(base.stage[-1], weights="0/1"),))
         _run(args, f"alone-{member.name}", settings, joint)
 
 
 def uniform(args: argparse.Namespace, joint: Nest, base: TrainSettings) -> None:
-    """The same budgets and tokens, every axis shrunk by the same share."""
+    """The same budgets and tokens, every axis shrunk by the same share; what the router's stage cost goes to the
+    members."""
+    stages = (_stage(base.stage[-1], tokens=joint.recipe["tokens"]),)
     settings = replace(
-        _explicit(base, base.member, base.stage), router="uniform", router_axes=base.router_axes,
+        _explicit(base, base.member, stages), router="uniform", router_axes=base.router_axes,
         router_floor=base.router_floor, router_choices=64,
     )  # fmt: skip
     _run(args, "uniform", settings, joint)
@@ -80,7 +82,7 @@ def depth(args: argparse.Namespace, joint: Nest, base: TrainSettings) -> None:
     kept = {n: layout.resize({}, sorted(order[:n])).count() for n in sizes}
     num_layers = min(kept, key=lambda n: abs(kept[n] / whole - 0.6))
     members = (f"depth=layer={num_layers}", f"width=total:{kept[num_layers]}")
-    settings = replace(base, member=members, stage=(_stage(base, joint.recipe["tokens"]),))
+    settings = replace(base, member=members, stage=tuple(_stage(one, weights="2/1/1") for one in base.stage))
     _run(args, "depth", settings, joint, layer_order=order)
 
 
@@ -122,8 +124,6 @@ def _run(args: argparse.Namespace, name: str, settings: TrainSettings, joint: Ne
     """Train one variant from the sorted parent and evaluate it."""
     source = args.to / f"sorted-{name}"
     if not source.exists():
-        import torch
-
         found = load_orders(joint.folder)
         if "layer_order" in orders:
             found["layer"] = torch.tensor(orders["layer_order"])
@@ -133,7 +133,8 @@ def _run(args: argparse.Namespace, name: str, settings: TrainSettings, joint: Ne
         train(settings, source, args.to / name)
     result = args.to / f"{name}.json"
     if not result.exists():
-        chosen = BuildSettings(problems=PROBLEMS, heldout=f"problems={args.data / 'heldout.jsonl'}", heldout_length=192)
+        source = f"problems={args.data / 'heldout.jsonl'}"
+        chosen = BuildSettings(problems=PROBLEMS, heldout=source, heldout_length=192, max_thinking=192)
         nest, text = evaluate_folder(chosen, args.to / name, parent=reasoner())
         print(text, flush=True)
         result.write_text(json.dumps({member: one.results for member, one in nest.members.items()}, indent=2) + "\n")
@@ -151,18 +152,16 @@ def _layer_order(args: argparse.Namespace) -> list[int]:
     return json.loads(saved.read_text())
 
 
-def _explicit(base: TrainSettings, members: tuple[str, ...], stage: Any) -> TrainSettings:
+def _explicit(base: TrainSettings, members: tuple[str, ...], stages: tuple[str, ...]) -> TrainSettings:
     """The base recipe without a router."""
     plain = {name: f.default for name, f in TrainSettings.__dataclass_fields__.items() if name.startswith("router_")}
-    stages = (stage,) if isinstance(stage, str) else stage
     return replace(base, **plain, router="learned", member=members, stage=stages)
 
 
-def _stage(base: TrainSettings, tokens: float, weights: str = "") -> str:
-    (only,) = base.stage
-    parts: dict[str, str] = {key: value for key, _, value in (part.partition("=") for part in only.split(","))}
-    parts["tokens"] = f"{tokens:.0f}"
-    return ",".join(f"{k}={v}" for k, v in parts.items()) + (f",weights={weights}" if weights else "")
+def _stage(stage: str, **changed: object) -> str:
+    """A stage of the base recipe with other values."""
+    parts: dict[str, object] = {key: value for key, _, value in (part.partition("=") for part in stage.split(","))}
+    return ",".join(f"{key}={value}" for key, value in (parts | changed).items())
 
 
 def _share(value: float) -> str:

@@ -10,6 +10,7 @@ The same formulas serve a person's request, the router's loss (on expected sizes
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,19 +135,32 @@ def choose(
     budget, the one that the router finds most probable; if none lies there, the one nearest below.
     """
     axes = list(options)
-    grid = torch.cartesian_prod(*(torch.arange(len(options[a])) for a in axes)).view(
-        -1, len(axes)
-    )  # [combination, axis]
-    sizes = {a: torch.tensor(options[a], dtype=torch.float64)[grid[:, i]] for i, a in enumerate(axes)}
-    spent = budget.spent(layout, {**layout.sizes, **sizes})  # [combination]
-    liking = torch.stack([preference[a].double().cpu()[grid[:, i]] for i, a in enumerate(axes)]).sum(0)
-    fits = spent <= budget.target * (1 + 1e-9)
-    assert bool(fits.any()), "checked by check_reachable"
-    close = fits & (spent >= budget.target * (1 - tolerance))
-    best = int(
-        torch.where(close, liking, -math.inf).argmax() if close.any() else torch.where(fits, spent, -math.inf).argmax()
-    )
-    return {a: int(sizes[a][best]) for a in axes}
+    best: tuple[float, float] | None = None
+    chosen: dict[str, int] = {}
+    # All combinations at once would be gigabytes for eight axes of eight sizes: the outer axes are walked.
+    outer = next(i for i in range(len(axes) + 1) if math.prod(len(options[a]) for a in axes[i:]) <= 1_000_000)
+    inner = axes[outer:]
+    grid = torch.cartesian_prod(*(torch.arange(len(options[a])) for a in inner)).view(-1, len(inner))
+    varied = {a: torch.tensor(options[a], dtype=torch.float64)[grid[:, i]] for i, a in enumerate(inner)}
+    liking = sum((preference[a].double().cpu()[grid[:, i]] for i, a in enumerate(inner)), torch.zeros(len(grid)))
+    for places in itertools.product(*(range(len(options[a])) for a in axes[:outer])):
+        held = {a: options[a][k] for a, k in zip(axes, places, strict=False)}
+        spent = budget.spent(layout, {**layout.sizes, **held, **varied}) + torch.zeros(len(grid), dtype=torch.float64)
+        liked = liking + sum(float(preference[a][k]) for a, k in zip(axes, places, strict=False))
+        fits = spent <= budget.target * (1 + 1e-9)
+        close = fits & (spent >= budget.target * (1 - tolerance))
+        if close.any():
+            i = int(torch.where(close, liked, -math.inf).argmax())
+            rank = (1.0, float(liked[i]))
+        elif fits.any():
+            i = int(torch.where(fits, spent, -math.inf).argmax())
+            rank = (0.0, float(spent[i]))
+        else:
+            continue
+        if best is None or rank > best:
+            best, chosen = rank, held | {a: int(varied[a][i]) for a in inner}
+    assert chosen, "checked by check_reachable"
+    return chosen
 
 
 def uniform(budget: Budget, layout: Layout, options: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -7,6 +7,7 @@ the end, with its scores, its training log and its report inside.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nestling import hf, tasks
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
-from nestling.data import Stream, read_documents
+from nestling.data import Stream, read_documents, stream_of
 from nestling.eval import kl_to, perplexity, solve
 from nestling.nest import FULL, Member, Nest, open_nest, write_nest
-from nestling.plan import TrainSettings, check_effect, count_soft_steps, parse_stages, plan_members, router_options
+from nestling.plan import TrainSettings, make_plan
 from nestling.report import report
 from nestling.score import Scores, ScoreSettings, random_scores, score_folder
 from nestling.slice import slice as cut_member
@@ -60,7 +62,7 @@ def build(
     if Path(parent).resolve().is_relative_to(to.resolve()):
         raise ValueError(f"'{to}' would replace the parent '{parent}', which is read. Choose another folder.")
     # What would fail after minutes of work fails here, before there is a work folder that holds on to its settings.
-    heldout = _heldout_blocks(settings, parent, training.loss_on)
+    heldout = _heldout_blocks(settings, parent, loss_on=training.loss_on, pack=training.pack)
     _check_plan(training, parent)
     clock, work = time.monotonic(), to.with_name(to.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
@@ -73,14 +75,20 @@ def build(
         return work / folder
 
     scoring = ScoreSettings(
-        tokens=settings.score_tokens, length=settings.score_length, batch=settings.score_batch, seed=training.seed
+        tokens=settings.score_tokens,
+        length=settings.score_length,
+        batch=settings.score_batch,
+        pack=training.pack,
+        seed=training.seed,
     )
 
     def make_scores(at: Path) -> None:
         score_folder(scoring, parent=Path(parent), data=training.data, to=at, say=say)
 
     scores = step("scores", "score: one pass over the calibration data", make_scores)
-    orders = Scores.load(scores).orders()
+    known = Scores.load(scores)
+    known.check_fits(open_nest(parent).layout)
+    orders = known.orders()
     sorted_ = step("sorted", "sort: best units first", lambda at: sort(parent, orders, at))
     trained = step("trained", "train: router, then members", lambda at: train(training, sorted_, at, say=say))
     nest = open_nest(trained)
@@ -140,7 +148,7 @@ def evaluate(
                 for rows, labels in zip(*(x.split(16) for x in blocks), strict=True)
             ]
             one["kl"] = kl_to(teacher, model, batches)
-            one["perplexity"] = {source: perplexity(model, blocks) for source, (blocks, _) in heldout.items()}
+            one["perplexity"] = {source: perplexity(model, *blocks) for source, blocks in heldout.items()}
         if problems:
             solved = solve(model, tokenizer, problems, max_thinking=settings.max_thinking)
             one |= {"accuracy": solved.accuracy, "accuracy_by_family": solved.families, "problems": solved.num_problems}
@@ -156,7 +164,8 @@ def evaluate_folder(
 ) -> tuple[Nest, str]:
     """Measure every member of a nest against a parent. Returns the nest with results, and them as text."""
     nest = open_nest(folder)
-    heldout = _heldout_blocks(settings, folder, nest.recipe.get("train", {}).get("loss_on", "all"))
+    recipe = nest.recipe.get("train", {})
+    heldout = _heldout_blocks(settings, folder, loss_on=recipe.get("loss_on", "all"), pack=recipe.get("pack", True))
     found = evaluate(settings, nest, nest.members, hf.load_model(parent), heldout, say=say)
     nest = replace(nest, members={name: replace(member, results=found[name]) for name, member in nest.members.items()})
     return nest, members_table(nest)
@@ -164,51 +173,43 @@ def evaluate_folder(
 
 def members_table(nest: Nest) -> str:
     """The members with their costs and what was measured, as text."""
+    return columns(members_rows(nest))
+
+
+def members_rows(nest: Nest) -> list[list[str]]:
+    """The members with their costs and what was measured, a row each under a row of heads."""
     sources = sorted({s for m in nest.members.values() for s in m.results.get("perplexity", {})})
     has_problems = any("accuracy" in m.results for m in nest.members.values())
-    heads = ["member", "parameters", "active", "share", "bf16 bytes"]
-    heads += ["random cut", "cut by score", "trained"] if has_problems else []
-    heads += ["KL cut", "KL trained"]
-    heads += [f"ppl {source} {when}" for source in sources for when in ("cut", "trained")] if not has_problems else []
-    whole = nest.cost(nest.member(FULL))
-    rows = [heads]
+    measured = [("KL, cut", "kl_before", ""), ("KL, trained", "kl", "")]
+    if has_problems:
+        cuts = [("random cut", "accuracy_random"), ("cut by score", "accuracy_before"), ("trained", "accuracy")]
+        measured = [(head, key, "%") for head, key in cuts] + measured
+    else:
+        ends = [("cut", "perplexity_before"), ("trained", "perplexity")]
+        measured = [(f"{one} ppl, {when}", key, one) for one in sources for when, key in ends] + measured
+    whole = nest.cost(nest.member(FULL)).active_parameters
+    rows = [["member", "parameters", "active", "bf16 bytes", "keeps", *(head for head, _, _ in measured)]]
     for member in nest.members.values():
-        cost, found = nest.cost(member), member.results
-        row = [
-            member.name, f"{cost.parameters:,}", f"{cost.active_parameters:,}",
-            percent(cost.active_parameters / whole.active_parameters), f"{cost.bytes['bf16']:,}",
-        ]  # fmt: skip
-        if has_problems:
-            row += [percent(found.get(key)) for key in ("accuracy_random", "accuracy_before", "accuracy")]
-        row += [_number(found.get("kl_before"), "z.4f"), _number(found.get("kl"), "z.4f")]
-        if not has_problems:
-            row += [
-                _number(found.get(key, {}).get(source), ".2f")
-                for source in sources
-                for key in ("perplexity_before", "perplexity")
-            ]
+        cost = nest.cost(member)
+        share = percent(cost.active_parameters / whole)
+        keeps = ", ".join(f"{axis} {n}" for axis, n in member.sizes.items()) or "everything"
+        row = [member.name, f"{cost.parameters:,}", f"{cost.active_parameters:,} ({share})"]
+        row += [f"{cost.bytes['bf16']:,}", keeps]
+        for _, key, what in measured:
+            value = member.results.get(key)
+            if what == "%":
+                row.append(percent(value))
+            else:
+                row.append(_number((value or {}).get(what), ".2f") if what else _number(value, "z.4f"))
         rows.append(row)
-    return columns(rows)
+    return rows
 
 
 def _check_plan(training: TrainSettings, parent: str | Path) -> None:
     """What training would refuse, before anything is scored."""
     nest = open_nest(parent)
     nest.layout.check_cover(list(Checkpoint(parent).entries))
-    _, asked = plan_members(training.member, nest)
-    names = [FULL, *(text.partition("=")[0] for text in training.member)]
-    stages = parse_stages(training.stage, names, blocks=training.accumulate)
-    router_options(
-        nest,
-        asked.values(),
-        axes=training.router_axes,
-        floor=training.router_floor,
-        most=training.router_choices,
-    )
-    is_soft = bool(asked) and training.router == "learned"
-    if is_soft:
-        count_soft_steps(stages, training.router_share, asked)
-    check_effect(training, num_budgets=len(asked), is_soft=is_soft)
+    make_plan(training, nest)
     Stream(training.data, hf.load_tokenizer(parent), length=1)
 
 
@@ -230,7 +231,9 @@ def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def _heldout_blocks(settings: BuildSettings, parent: str | Path, loss_on: str) -> dict[str, tuple[Tensor, Tensor]]:
+def _heldout_blocks(
+    settings: BuildSettings, parent: str | Path, *, loss_on: str, pack: bool
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Held-out tokens by source, each file at most once: ids and labels (-100 where a token does not count).
 
     Values are two tensors [block, time].
@@ -238,7 +241,8 @@ def _heldout_blocks(settings: BuildSettings, parent: str | Path, loss_on: str) -
     if not settings.problems and not settings.heldout:
         raise ValueError("nothing to evaluate with: give --heldout NAME=FILE.jsonl, or --problems for the reasoner.")
     tokenizer, found = hf.load_tokenizer(parent), {}
-    for part in settings.heldout.split(",") if settings.heldout else []:
+    # A comma or an equals sign may also stand in a path: a source begins where a name and its equals sign do.
+    for part in re.split(r",(?=[^,=/]+=)", settings.heldout) if settings.heldout else []:
         name, equals, path = part.partition("=")
         if not equals:
             raise ValueError(f"cannot read held-out source '{part}': expected NAME=FILE.jsonl.")
@@ -251,9 +255,15 @@ def _heldout_blocks(settings: BuildSettings, parent: str | Path, loss_on: str) -
                 f"held-out source '{path}' has {available} tokens; with heldout_tokens {settings.heldout_tokens} and "
                 f"heldout_length {settings.heldout_length} that is too few for one block."
             )
-        stream = Stream(path, tokenizer, length=length, loss_on=loss_on)
-        ids, counted = stream.next_counted(min(available, settings.heldout_tokens) // length)
-        labels = torch.full_like(ids, -100)
-        labels[:, 1:] = ids[:, 1:].where(counted[:, :-1], labels[:, 1:])
+        stream = stream_of([f"{path}=1"], tokenizer, pack=pack, length=length, loss_on=loss_on)
+        wanted = min(available, settings.heldout_tokens)
+        rows: list[tuple[Tensor, Tensor]] = []
+        while stream.num_tokens + (length if pack else 1) <= wanted:
+            ids, _, counted = stream.next_rows(1)
+            labels = torch.full_like(ids, -100)
+            labels[:, 1:] = ids[:, 1:].where(counted[:, :-1], labels[:, 1:])
+            rows.append((ids[0], labels[0]))
+        ids = pad_sequence([one for one, _ in rows], batch_first=True)
+        labels = pad_sequence([one for _, one in rows], batch_first=True, padding_value=-100)
         found[name] = ids, labels
     return found

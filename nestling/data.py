@@ -3,9 +3,9 @@
 A line of a file holds one document in one of three formats: `text`, `prompt` with `completion`, or `messages`, which
 pass through the tokenizer's chat template. Every document ends with the tokenizer's eos. A `Stream` mixes several
 files by weight, lays their documents end to end and cuts the result into blocks; its position is a document and an
-offset within it, so it resumes at the exact token, whatever the block length or the number of ranks. Files are read
-through an index of line offsets (8 bytes a document), never as a whole. No labels, no padding in the stream, no
-network.
+offset within it, so it resumes at the exact token, whatever the block length or the number of ranks. A `PaddedStream`
+gives every document a row of its own. Files are read through an index of line offsets (8 bytes a document), never as a
+whole. No network.
 """
 
 import difflib
@@ -69,16 +69,16 @@ class Stream:
 
     def next_counted(self, batch: int) -> tuple[Tensor, Tensor]:
         """The same, and bool [batch, time]: whether what is predicted at a token, the next one, counts."""
+        ids, _, counted = self.next_rows(batch)
+        return ids, counted
+
+    def next_rows(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, whether a token is real (not padding), and whether its prediction counts; each [batch, time]."""
         if batch < 1:
             raise ValueError(f"batch {batch}: expected at least 1 block.")
-        blocks = []
-        for _ in range(batch):
-            for rank in range(self.world):
-                block = self._take(self.length)
-                if rank == self.rank:
-                    blocks.append(block)
-        tokens, counts = zip(*blocks, strict=True)
-        return torch.tensor(tokens, dtype=torch.long), torch.tensor(counts, dtype=torch.bool)
+        blocks = [self._take(self.length) for _ in range(batch * self.world)][self.rank :: self.world]
+        ids, counts = (torch.tensor(each) for each in zip(*blocks, strict=True))
+        return ids, torch.ones_like(counts), counts
 
     def set_length(self, length: int) -> None:
         """Cut blocks of another length from the next token on."""
@@ -134,23 +134,94 @@ class Stream:
         tokens: list[int] = []
         counts: list[bool] = []
         while len(tokens) < n:
-            if self._offset == len(self._document):
-                self._current = self._furthest_behind()
-                self._begin(self._sources[self._current].advance(self.tokenizer))
-                self._offset = 0
-            piece = self._document[self._offset : self._offset + n - len(tokens)]
+            piece, counted = self._piece(n - len(tokens))
             tokens += piece
-            last = len(self._document) - 1  # it predicts the next document
-            places = range(self._offset, self._offset + len(piece))
-            counts += [self.loss_on == "all" or self._prompt <= i + 1 <= last for i in places]
-            self._offset += len(piece)
+            counts += counted
         self.num_tokens += n
         return tokens, counts
+
+    def _piece(self, n: int) -> tuple[list[int], list[bool]]:
+        """At most `n` tokens of the document at hand, or of the next one if that is used up."""
+        if self._offset == len(self._document):
+            self._current = self._furthest_behind()
+            self._begin(self._sources[self._current].advance(self.tokenizer))
+            self._offset = 0
+        tokens = self._document[self._offset : self._offset + n]
+        last = len(self._document) - 1  # it predicts the next document
+        places = range(self._offset, self._offset + len(tokens))
+        self._offset += len(tokens)
+        return tokens, [self.loss_on == "all" or self._prompt <= i + 1 <= last for i in places]
 
     def _furthest_behind(self) -> int:
         total = sum(source.taken for source in self._sources)
         deficits = [source.share * total - source.taken for source in self._sources]
         return deficits.index(max(deficits))
+
+
+class PaddedStream(Stream):
+    """The same documents, each in a row of its own that is padded on the right: nothing is read behind another text.
+
+    For a parent that has only ever seen one document at a time, and would not know what to say inside packed ones. A
+    document longer than `length` becomes several rows. Rows are read in groups of some batches and sorted by length
+    within a group, so that a batch holds rows of like length and little padding. A group of single rows is not sorted.
+    """
+
+    GROUP = 8  # batches that are sorted together
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._rows: list[tuple[list[int], list[bool]]] = []
+        self._used = self._chunk = 0  # rows of the group that are handed out; rows in one batch of all ranks
+        self._before: dict[str, Any] = {}  # the position before the group was read
+        super().__init__(*args, **kwargs)
+
+    def next_rows(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, whether a token is real (not padding), and whether its prediction counts; each [batch, time]."""
+        if batch < 1:
+            raise ValueError(f"batch {batch}: expected at least 1 row.")
+        if self._used == len(self._rows):
+            self._read_group((self.GROUP if batch > 1 else 1) * batch * self.world, batch * self.world)
+        rows = self._rows[self._used : self._used + batch * self.world]
+        self._used += len(rows)
+        self.num_tokens += sum(len(ids) for ids, _ in rows)
+        mine = rows[self.rank :: self.world]
+        pad = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        ids, is_real = _pad([ids for ids, _ in mine], pad, "right")
+        counted, _ = _pad([[int(one) for one in counts] for _, counts in mine], 0, "right")
+        return ids, is_real, counted.bool()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain JSON values, the same on every rank."""
+        group = {"rows": len(self._rows), "used": self._used, "chunk": self._chunk}
+        return (self._before or super().state_dict()) | {"num_tokens": self.num_tokens, "group": group}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position. The number of ranks may differ if it divides the saved batch of all ranks."""
+        super().load_state_dict(state)
+        group = state["group"]
+        if group["chunk"] % self.world:
+            raise ValueError(f"the saved batches have {group['chunk']} rows, which {self.world} ranks cannot share.")
+        if group["rows"]:
+            self._read_group(group["rows"], group["chunk"])
+        self._used, self.num_tokens = group["used"], state["num_tokens"]
+
+    def _read_group(self, num_rows: int, chunk: int) -> None:
+        self._before = super().state_dict()
+        rows: list[tuple[list[int], list[bool]]] = []
+        for _ in range(num_rows):
+            tokens, counts = self._piece(self.length)
+            if self._offset == len(self._document):
+                counts[-1] = False  # nothing follows in this row
+            rows.append((tokens, counts))
+        rows.sort(key=lambda row: len(row[0]))
+        chunks = [rows[i : i + chunk] for i in range(0, num_rows, chunk)]
+        taken = sum(source.taken for source in self._sources)
+        order = _shuffle(len(chunks), f"{self.seed} {taken}").tolist()
+        self._rows, self._used, self._chunk = [row for i in order for row in chunks[i]], 0, chunk
+
+
+def stream_of(sources: str | Sequence[str], tokenizer: Tokenizer, *, pack: bool, **settings: Any) -> Stream:
+    """Documents end to end in full rows (`pack`), or one document in a row, padded."""
+    return (Stream if pack else PaddedStream)(sources, tokenizer, **settings)
 
 
 def parse_sources(sources: str | Sequence[str]) -> list[tuple[Path, float]]:

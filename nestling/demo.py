@@ -37,6 +37,7 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
         checkpoint=100,
         warmup=10,
         loss_on="completion",
+        pack=False,
     )
 
 

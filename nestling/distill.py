@@ -54,8 +54,8 @@ def check_finite(loss: Tensor | float, *, member: str, step: int) -> float:
     value = float(loss)
     if not math.isfinite(value):
         raise RuntimeError(
-            f"the loss of member '{member}' is {value} at step {step}. Resume from the last checkpoint with a lower lr "
-            "or a longer warm-up; if that does not help, run in float32, and look at the data of this step."
+            f"the loss of member '{member}' is {value} at step {step}. Start a new run (another --to) with a lower lr "
+            "or a longer warm-up; if that does not help, run in fp32, and look at the data of this step."
         )
     return value
 

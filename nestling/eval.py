@@ -103,18 +103,21 @@ def prompt(tokenizer: Any, problem: tasks.Problem) -> str:
 
 
 @torch.inference_mode()
-def perplexity(model: Any, blocks: Tensor, *, batch_size: int = 8) -> float:
+def perplexity(model: Any, blocks: Tensor, labels: Tensor | None = None, *, batch_size: int = 8) -> float:
     """exp of the mean loss a token over packed blocks. The mean is summed in float64.
 
-    blocks: [block, time]  token ids; each block's first token is context only
+    blocks: [block, time]  token ids; each block's first token is context only. labels: [block, time]  the same ids, and
+    -100 where a token does not count; without, all count.
     """
     total, count = 0.0, 0
-    for rows in blocks.split(batch_size):
-        rows = rows.to(model.device)
-        logits = model(rows, use_cache=False).logits[:, :-1].float()  # [batch, time - 1, vocab]
-        losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    for rows, told in zip(
+        blocks.split(batch_size), (blocks if labels is None else labels).split(batch_size), strict=True
+    ):
+        logits = model(rows.to(model.device), use_cache=False).logits[:, :-1].float()  # [batch, time - 1, vocab]
+        after = told[:, 1:].flatten().to(model.device)
+        losses = F.cross_entropy(logits.flatten(0, 1), after, reduction="none", ignore_index=-100)
         total += losses.double().sum().item()
-        count += losses.numel()
+        count += int((after != -100).sum())
     return float(torch.tensor(total / count, dtype=torch.float64).exp())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,6 +31,15 @@ def config_object(config: Config) -> transformers.PretrainedConfig:
     """The stock config object for a config.json, without the keys that name remote code."""
     plain = {k: _plain(v) for k, v in config.items() if k not in {"auto_map", "transformers_version", "model_type"}}
     return AutoConfig.for_model(config["model_type"], **plain)
+
+
+def takes_config(config: Config) -> bool:
+    """Whether the stock config class takes these values; some want a width that is a multiple of the heads."""
+    try:
+        config_object(config)
+    except StrictDataclassError:
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

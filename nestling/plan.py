@@ -7,8 +7,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from huggingface_hub.errors import StrictDataclassError
-
 from nestling import hf
 from nestling.budget import Budget, check_reachable, choices, parse_budget
 from nestling.nest import ALIASES, FULL, Member, Nest, check_sizes, parse_sizes
@@ -23,6 +21,7 @@ class TrainSettings:
     stage: tuple[str, ...] = (
         "tokens=4e6,length=1024,batch=8,lr=1e-4",
     )  # one after the other; weights=1/1/1 full first
+    pack: bool = True  # documents end to end in full rows; without: one a row, padded
     loss_on: str = "all"  # "all" tokens, or "completion": replies only, for a parent that was never taught its prompts
     members_per_batch: int = 0  # members trained under one teacher pass; 0: all of them, else drawn by their weights
     accumulate: int = 1  # batches in one optimizer step
@@ -69,6 +68,36 @@ class Stage:
     batch: int  # sequences of one rank in one batch
     lr: float  # peak learning rate; falls to a tenth along a cosine
     weights: Mapping[str, float]  # member -> its share of the loss, or of the draws; they add up to one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will do, all of it checked."""
+
+    members: dict[str, Member]  # those with sizes of their own
+    budgets: dict[str, Budget]  # those whose sizes the router, or uniform shrinking, finds
+    stages: list[Stage]
+    options: dict[str, tuple[int, ...]]  # axis -> sizes on offer, the full one first
+    soft_steps: int  # steps of the router's phase
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+
+def make_plan(settings: TrainSettings, nest: Nest, *, world: int = 1) -> Plan:
+    """What these settings ask for on this nest; an error for all that cannot be met or would have no effect."""
+    members, asked = plan_members(settings.member, nest)
+    names = [FULL, *(text.partition("=")[0] for text in settings.member)]
+    stages = parse_stages(settings.stage, names, blocks=world * settings.accumulate)
+    options = router_options(
+        nest, asked.values(), axes=settings.router_axes, floor=settings.router_floor, most=settings.router_choices
+    )
+    is_learned = bool(asked) and settings.router == "learned"
+    soft_steps = count_soft_steps(stages, settings.router_share, asked) if is_learned else 0
+    check_effect(settings, num_budgets=len(asked), is_soft=is_learned)
+    return Plan(members=members, budgets=asked, stages=stages, options=options, soft_steps=soft_steps)
 
 
 def parse_stages(texts: Sequence[str], names: Sequence[str], *, blocks: int) -> list[Stage]:
@@ -234,11 +263,7 @@ def _head_counts(nest: Nest) -> list[int]:
 def _is_taken(nest: Nest, sizes: Mapping[str, int]) -> bool:
     """Whether the stock config takes these sizes: Llama's wants a width that is a multiple of its number of heads."""
     small = nest.layout.arch.resize(nest.config, {**nest.layout.sizes, **sizes})
-    try:
-        hf.config_object({key: small[key] for key in ("model_type", *nest.layout.arch.config) if key in small})
-    except StrictDataclassError:
-        return False
-    return True
+    return hf.takes_config({key: small[key] for key in ("model_type", *nest.layout.arch.config) if key in small})
 
 
 def check_effect(settings: TrainSettings, *, num_budgets: int, is_soft: bool) -> None:

@@ -23,7 +23,7 @@ from nestling import hf
 from nestling.arch import ARCHITECTURES, Layout
 from nestling.axes import Block, axes_of, dims
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
-from nestling.data import Stream
+from nestling.data import Stream, stream_of
 from nestling.listen import CHANNELS, Batch, Listener, bypassed, evaluating, pad_right, run
 
 VERSION = 1
@@ -40,6 +40,7 @@ class ScoreSettings:
     axes: tuple[str, ...] = ()  # axes to score; empty: every elastic axis of the architecture but layers
     layers: bool = False  # also order the layers by leaving them out: one pass for each pair of layers
     layer_tokens: int = 65_536  # tokens for that, of those above
+    pack: bool = True  # documents end to end in full rows; without: one a row, padded
     top_channels: int = 0  # Mamba channels that a head is judged by; 0: the better half
     dtype: str = "fp32"  # fp32, bf16 or fp16: what the model runs in
     device: str = "cpu"  # where the model runs
@@ -300,15 +301,16 @@ def score_folder(
 ) -> Scores:
     """Score the model in a folder on JSONL files (see `nestling.data.Stream`) and write a folder of scores.
 
-    Documents are packed into full sequences, as in training. The data is read at most once.
+    The data is read at most once.
     """
     model = hf.load_model(parent, dtype=settings.dtype, device=settings.device)
-    stream = Stream(data, hf.load_tokenizer(parent), length=settings.length, seed=settings.seed)
+    tokenizer = hf.load_tokenizer(parent)
+    stream = stream_of(data, tokenizer, pack=settings.pack, length=settings.length, seed=settings.seed)
     begin = time.monotonic()
     with new_folder(to, overwrite=overwrite) as folder:
         scores = score(
             model,
-            _packed(stream, settings.tokens, settings.batch, say),
+            _batches(stream, settings.tokens, settings.batch, say),
             axes=[axis for axis in settings.axes if axis != "layer"],
             top_channels=settings.top_channels,
         )
@@ -318,9 +320,9 @@ def score_folder(
             never = ", ".join(f"{j} of layer {i}" for i, j in scores.never_routed())
             say(f"no token was routed to {len(scores.never_routed())} experts, which score 0: {never}")
         if settings.layers or "layer" in settings.axes:
-            again = Stream(data, stream.tokenizer, length=settings.length, seed=settings.seed)
+            again = stream_of(data, tokenizer, pack=settings.pack, length=settings.length, seed=settings.seed)
             few = min(settings.layer_tokens, settings.tokens)
-            scores = with_layers(scores, score_layers(model, _packed(again, few, settings.batch, say)))
+            scores = with_layers(scores, score_layers(model, _batches(again, few, settings.batch, say)))
             assert scores.layers is not None
             say(f"layers, most important first, on {few} tokens: {' '.join(map(str, scores.layers.order.tolist()))}")
         run = asdict(settings) | {"data": data}
@@ -349,14 +351,14 @@ def _errors_without(
     return (lost / whole).tolist()
 
 
-def _packed(stream: Stream, tokens: int, batch: int, say: Callable[[str], None]) -> Iterator[Batch]:
-    """Full sequences until `tokens` are read or the data ends."""
-    while stream.num_tokens < tokens:
-        ids = stream.next_batch(batch)
+def _batches(stream: Stream, tokens: int, batch: int, say: Callable[[str], None]) -> Iterator[Batch]:
+    """Batches until `tokens` are read or the data ends."""
+    while (before := stream.num_tokens) < tokens:
+        ids, is_real, _ = stream.next_rows(batch)
         if min(stream.epochs.values()) > 0:
-            say(f"the data ends after {stream.num_tokens - ids.numel()} of the {tokens} tokens asked for")
+            say(f"the data ends after {before} of the {tokens} tokens asked for")
             return
-        yield ids, torch.ones_like(ids, dtype=torch.bool)
+        yield ids, is_real
 
 
 def _layout(model: nn.Module) -> Layout:

@@ -28,21 +28,12 @@ from torch import Tensor
 from nestling import budget as budgets
 from nestling import hf, parallel
 from nestling.checkpoint import read_json
-from nestling.data import Stream
+from nestling.data import stream_of
 from nestling.distill import check_finite, forward_kl
 from nestling.elastic import ElasticModel, Run
 from nestling.export import export
 from nestling.nest import FULL, Member, Nest, open_nest
-from nestling.plan import (
-    Stage,
-    TrainSettings,
-    check_effect,
-    count_soft_steps,
-    learning_rate,
-    parse_stages,
-    plan_members,
-    router_options,
-)
+from nestling.plan import Stage, TrainSettings, learning_rate, make_plan
 from nestling.router import Router, budget_loss, hard_stairs, pull_to_full
 
 Say = Callable[[str], None]
@@ -85,21 +76,7 @@ class _Training:
     def __init__(self, settings: TrainSettings, nest: Nest, to: Path, *, rank: int, world: int, say: Say) -> None:
         self.settings, self.nest, self.to, self.rank, self.world = settings, nest, to, rank, world
         self.say: Say = say if rank == 0 else (lambda line: None)
-        self.members, self.budgets = plan_members(settings.member, nest)
-        names = [FULL, *(text.partition("=")[0] for text in settings.member)]
-        self.stages = parse_stages(settings.stage, names, blocks=world * settings.accumulate)
-        self.num_steps = sum(stage.steps for stage in self.stages)
-        self.options = router_options(
-            nest,
-            self.budgets.values(),
-            axes=settings.router_axes,
-            floor=settings.router_floor,
-            most=settings.router_choices,
-        )
-        is_learned = bool(self.budgets) and settings.router == "learned"
-        self.soft_steps = count_soft_steps(self.stages, settings.router_share, self.budgets) if is_learned else 0
-        check_effect(settings, num_budgets=len(self.budgets), is_soft=bool(self.soft_steps))
-
+        self.plan = make_plan(settings, nest, world=world)
         model = hf.load_model(nest.folder, device=settings.device)
         self.teacher = hf.load_model(nest.folder, device=settings.device).requires_grad_(False)
         self.elastic = ElasticModel(model, layer_order=nest.layer_order).train()
@@ -109,26 +86,29 @@ class _Training:
         self.optimizer = torch.optim.AdamW(
             self.weights, lr=1.0, betas=(0.9, settings.beta2), weight_decay=settings.weight_decay
         )
-        self.router = Router(self.options, [FULL, *self.budgets], width=settings.router_width, seed=settings.seed)
+        self.router = Router(
+            self.plan.options, [FULL, *self.plan.budgets], width=settings.router_width, seed=settings.seed
+        )
         self.router.to(settings.device)
         choosers = [{"params": list(self.router.parameters())}]  # none if every member has sizes of its own
         self.router_optimizer = torch.optim.AdamW(choosers, lr=settings.router_lr, weight_decay=0.0)
         self.generator = torch.Generator().manual_seed(settings.seed)
         tokenizer = hf.load_tokenizer(nest.folder)
-        self.stream = Stream(
+        self.stream = stream_of(
             settings.data,
             tokenizer,
-            length=self.stages[0].length,
+            pack=settings.pack,
+            length=self.plan.stages[0].length,
             seed=settings.seed,
             rank=rank,
             world=world,
             loss_on=settings.loss_on,
         )
         self.vocab = min(len(tokenizer), nest.layout.sizes["vocab"]) if len(tokenizer) else None
-        self.state = _State(members=dict(self.members) if not self.soft_steps else {})
-        if not self.soft_steps:
-            for name, one in self.budgets.items():
-                self._freeze(name, budgets.uniform(one, nest.layout, self.options))
+        self.state = _State(members=dict(self.plan.members) if not self.plan.soft_steps else {})
+        if not self.plan.soft_steps:
+            for name, one in self.plan.budgets.items():
+                self._freeze(name, budgets.uniform(one, nest.layout, self.plan.options))
         self.work = to.with_name(to.name + ".work")
         self._resume()
 
@@ -147,12 +127,12 @@ class _Training:
             if self.rank == 0:
                 with (self.work / "log.jsonl").open("a") as log:
                     log.write(json.dumps(record | {"tokens_per_second": round(rate, 1)}) + "\n")
-            if now - printed >= self.settings.print_seconds or step + 1 == self.num_steps:
+            if now - printed >= self.settings.print_seconds or step + 1 == self.plan.num_steps:
                 self.say(self._line(record, rate, (now - started) / (step + 1 - self.first_step)))
                 printed = now
-            if step + 1 == self.soft_steps:
+            if step + 1 == self.plan.soft_steps:
                 self._freeze_all()
-            if (step + 1) % self.settings.checkpoint == 0 and step + 1 < self.num_steps:
+            if (step + 1) % self.settings.checkpoint == 0 and step + 1 < self.plan.num_steps:
                 self._save()
 
     def finish(self, *, overwrite: bool) -> Nest:
@@ -173,7 +153,7 @@ class _Training:
             )  # fmt: skip
             export(
                 self.elastic.full, weights, nest, self.to, overwrite=overwrite,
-                router=self.router if self.soft_steps else None, log=self.work / "log.jsonl",
+                router=self.router if self.plan.soft_steps else None, log=self.work / "log.jsonl",
             )  # fmt: skip
             shutil.rmtree(self.work)
         parallel.barrier()
@@ -182,15 +162,15 @@ class _Training:
     def _steps(self) -> Iterator[tuple[int, Stage, int]]:
         """Step, its stage and the stage's first step, from where the run stands."""
         self.first_step, first = self.state.step, 0
-        for stage in self.stages:
+        for stage in self.plan.stages:
             for step in range(max(first, self.first_step), first + stage.steps):
                 yield step, stage, first
             first += stage.steps
 
     def _step(self, step: int, stage: Stage, first: int) -> dict[str, Any]:
         """One optimizer step. Returns its record."""
-        is_soft = step < self.soft_steps
-        since = 0 if is_soft else self.soft_steps
+        is_soft = step < self.plan.soft_steps
+        since = 0 if is_soft else self.plan.soft_steps
         lr = learning_rate(step, stage, first, warmup=self.settings.warmup, since=since)
         lr *= self.settings.router_weights if is_soft else 1.0
         for group in self.optimizer.param_groups:
@@ -198,13 +178,14 @@ class _Training:
         losses: dict[str, list[float]] = {}
         record: dict[str, Any] = {"step": step, "phase": "router" if is_soft else "members", "lr": lr}
         for _ in range(self.settings.accumulate):
+            before = self.stream.num_tokens
             batch = self._next_batch(stage)
+            self.state.tokens += self.stream.num_tokens - before
             if step == 0 and not losses:
                 self._check_start(batch)
             found = self._soft_batch(batch, stage, step, record) if is_soft else self._member_batch(batch, stage, step)
             for name, loss in found.items():
                 losses.setdefault(name, []).append(loss)
-            self.state.tokens += batch.ids.numel() * self.world
         record["grad_norm"] = norm = parallel.clip_(self.weights, self.settings.clip)
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradient's norm is {norm} at step {step} ({', '.join(losses)}): lower the lr.")
@@ -234,23 +215,23 @@ class _Training:
 
         What a budget costs needs no forward pass, so every budget's term is in every step, also when another is drawn.
         """
-        settings = self.settings
+        settings, asked = self.settings, self.plan.budgets
         # The full member has nothing to tell the router; it is drawn only where the weights move too.
-        has_budgets = any(stage.weights[one] for one in self.budgets)
-        names = self.router.names if settings.router_weights or not has_budgets else tuple(self.budgets)
+        has_budgets = any(stage.weights[one] for one in asked)
+        names = self.router.names if settings.router_weights or not has_budgets else tuple(asked)
         (name,) = self._draw(stage, 1, names)
-        progress = step / max(1, self.soft_steps - 1)
+        progress = step / max(1, self.plan.soft_steps - 1)
         chosen = {one: self.router(one, progress, self.generator) for one in self.router.names}
         terms = {one: self._budget_term(one, p) for one, p in chosen.items()}
         if float(torch.rand((), generator=self.generator)) < settings.router_hard and name != FULL:
-            sizes, stairs = hard_stairs(chosen[name], self.options)
+            sizes, stairs = hard_stairs(chosen[name], self.plan.options)
             run = Run(sizes=sizes, stairs=stairs)
         else:
             run = Run(stairs=self.router.stairs(chosen[name]), is_soft=True) if name != FULL else Run()
         kl = self._kl(run, batch)
         ((kl + torch.stack(list(terms.values())).sum()) / settings.accumulate).backward()
         record["budget_term"] = {one: term.item() for one, term in terms.items()}
-        record["router"] = {one: {a: round(n, 2) for a, n in self.router.settled(one).items()} for one in self.budgets}
+        record["router"] = {one: {a: round(n, 2) for a, n in self.router.settled(one).items()} for one in asked}
         record["probabilities"] = {
             one: {axis: [round(x, 4) for x in q.tolist()] for axis, q in p.items()} for one, p in chosen.items()
         }
@@ -260,7 +241,8 @@ class _Training:
         """How far the expected sizes lie from the budget; for the full member, from the full sizes."""
         if name == FULL:
             return pull_to_full(p)
-        return self.settings.router_lambda * budget_loss(self.budgets[name], self.nest.layout, self.router.expected(p))
+        distance = budget_loss(self.plan.budgets[name], self.nest.layout, self.router.expected(p))
+        return self.settings.router_lambda * distance
 
     def _member_batch(self, batch: _Batch, stage: Stage, step: int) -> dict[str, float]:
         """Several members, as slices, under one pass of the teacher."""
@@ -290,15 +272,14 @@ class _Training:
 
     def _freeze(self, name: str, sizes: dict[str, int]) -> None:
         kept = {a: n for a, n in sizes.items() if n != self.nest.layout.sizes[a]}
-        self.state.members[name] = Member(name=name, sizes=kept, budget=self.budgets[name].text)
+        self.state.members[name] = Member(name=name, sizes=kept, budget=self.plan.budgets[name].text)
 
     def _freeze_all(self) -> None:
         """The end of the soft phase: every budget gets its sizes."""
-        self.state.members = dict(self.members)
-        for name, one in self.budgets.items():
-            sizes = budgets.choose(
-                one, self.nest.layout, self.options, self.router.preference(name), tolerance=self.settings.tolerance
-            )
+        self.state.members = dict(self.plan.members)
+        for name, one in self.plan.budgets.items():
+            liked = self.router.preference(name)
+            sizes = budgets.choose(one, self.nest.layout, self.plan.options, liked, tolerance=self.settings.tolerance)
             self._freeze(name, sizes)
             spent = one.spent(self.nest.layout, self.nest.layout.sizes | sizes)
             self.say(f"member {name} keeps {_sizes(self.state.members[name])}: {spent / one.target:.3f} of {one.text}")
@@ -310,15 +291,15 @@ class _Training:
 
     def _line(self, record: dict[str, Any], rate: float, per_step: float) -> str:
         losses = "  ".join(f"{name} {loss:.4f}" for name, loss in record["loss"].items())
-        left = per_step * (self.num_steps - record["step"] - 1)
+        left = per_step * (self.plan.num_steps - record["step"] - 1)
         sizes = ""
         if "router" in record:
             sizes = "  router " + " | ".join(
                 f"{name}: " + " ".join(f"{a} {n:.0f}" for a, n in e.items()) for name, e in record["router"].items()
             )
         return (
-            f"step {record['step'] + 1}/{self.num_steps}  {rate:,.0f} tokens/s  KL {losses}  lr {record['lr']:.1e}  "
-            f"{int(left // 60)}:{int(left % 60):02d} left{sizes}"
+            f"step {record['step'] + 1}/{self.plan.num_steps}  {rate:,.0f} tokens/s  KL {losses}  "
+            f"lr {record['lr']:.1e}  {int(left // 60)}:{int(left % 60):02d} left{sizes}"
         )
 
     def _save(self) -> None:
@@ -345,7 +326,7 @@ class _Training:
             self.generator.set_state(rest["generator"])
             self.router.load_state_dict(rest["router"])
             self.router_optimizer.load_state_dict(rest["router_optimizer"])
-            self.say(f"going on from step {self.state.step} of {self.num_steps}")
+            self.say(f"going on from step {self.state.step} of {self.plan.num_steps}")
             lines = (self.work / "log.jsonl").read_text().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < self.state.step]
         if self.rank == 0:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nestling.data import Stream, padded_batches, read_documents
+from nestling.data import PaddedStream, Stream, padded_batches, read_documents, stream_of
 
 EOS = 0
 TEMPLATE = (
@@ -160,6 +160,67 @@ def test_what_counts_does_not_change_when_a_stream_is_resumed_inside_a_prompt(tm
     _, counted = Stream(path, tokenizer, length=total, loss_on="completion").next_counted(1)
     assert int(counted.sum()) == 9 * 4
     assert torch.equal(fresh.next_counted(total // 5)[1].flatten(), counted.flatten()[: total // 5 * 5])
+
+
+def rows_of(stream: Stream, batch: int, times: int) -> list[tuple[str, str]]:
+    """Text of each row and of what counts in it, over some batches; the padding is checked on the way."""
+    found = []
+    for _ in range(times):
+        ids, is_real, counted = stream.next_rows(batch)
+        assert ids.shape == is_real.shape == counted.shape
+        assert is_real.sum(1).max() == ids.shape[1]
+        assert not (is_real[:, 1:] & ~is_real[:, :-1]).any()  # no real token behind padding
+        assert not (counted & ~is_real).any()
+        for row, real, counts in zip(ids, is_real, counted, strict=True):
+            text = stream.tokenizer.decode(row[real])
+            predicted = row[1:][counts[:-1]]
+            found.append((text, stream.tokenizer.decode(predicted)))
+    return found
+
+
+def test_padded_rows_hold_one_document_each_and_nothing_of_another(tmp_path: Path, tokenizer: Any) -> None:
+    documents = [{"prompt": chr(65 + i) * (1 + i), "completion": chr(97 + i) * (1 + 3 * i % 5)} for i in range(16)]
+    stream = PaddedStream(write(tmp_path / "a.jsonl", documents), tokenizer, length=40, loss_on="completion")
+    rows = rows_of(stream, 4, 8)
+    told = [(one["prompt"] + one["completion"] + "$", one["completion"] + "$") for one in documents]
+    assert sorted(rows) == sorted(told * 2)  # two epochs
+    assert stream.num_tokens == sum(len(text) for text, _ in rows)
+    lengths = [len(text) for text, _ in rows[:32]]
+    widths = [max(lengths[i : i + 4]) for i in range(0, 32, 4)]
+    assert sum(widths) * 4 < 1.25 * sum(lengths)  # unsorted batches would be half padding
+
+
+def test_a_document_longer_than_a_padded_row_loses_no_token(tmp_path: Path, tokenizer: Any) -> None:
+    text = "".join(chr(65 + i % 26) for i in range(50))
+    stream = PaddedStream(write(tmp_path / "a.jsonl", [{"text": text}]), tokenizer, length=20)
+    rows = rows_of(stream, 1, 3)
+    assert [row for row, _ in rows] == [text[:20], text[20:40], text[40:] + "$"]
+    assert rows[-1][1] == text[41:] + "$"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resuming_a_padded_stream_from_any_batch_gives_the_same_rows(
+    tmp_path: Path, tokenizer: Any, world: int
+) -> None:
+    sources = two_files(tmp_path)
+    whole = PaddedStream(sources, tokenizer, length=9, seed=5, rank=world - 1, world=world)
+    states, batches = [], []
+    for _ in range(30):
+        states.append(json.dumps(whole.state_dict()))
+        batches.append(whole.next_rows(3))
+    assert max(whole.epochs.values()) >= 1
+    for i, state in enumerate(states):
+        resumed = PaddedStream(sources, tokenizer, length=99, seed=5, rank=world - 1, world=world)
+        resumed.load_state_dict(json.loads(state))
+        for batch in batches[i:]:
+            assert all(torch.equal(a, b) for a, b in zip(resumed.next_rows(3), batch, strict=True))
+
+
+def test_ranks_share_out_the_padded_rows_of_one_process(tmp_path: Path, tokenizer: Any) -> None:
+    sources = two_files(tmp_path)
+    alone = rows_of(stream_of(sources, tokenizer, pack=False, length=9), 6, 10)
+    ranks = [rows_of(PaddedStream(sources, tokenizer, length=9, rank=r, world=3), 2, 10) for r in range(3)]
+    assert sorted(alone) == sorted(row for rows in ranks for row in rows)
 
 
 def test_an_unknown_loss_on_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
