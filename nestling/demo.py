@@ -11,14 +11,15 @@ from nestling.build import BuildSettings, build, members_table
 from nestling.checkpoint import new_folder
 from nestling.eval import solve
 from nestling.nest import Nest
+from nestling.plan import TrainSettings, parse_stages
 from nestling.slice import slice as cut_member
-from nestling.train import TrainSettings
 
 Say = Callable[[str], None]
 
 MEMBERS = ("70=active:0.70", "45=active:0.45", "25=active:0.25")
 PROBLEMS = 500
-TRAIN_PROBLEMS = 12_000
+TRAIN_PROBLEMS = 20_000
+ROUTER_TOKENS = 115_200  # 150 small steps
 
 
 def reasoner() -> Path:
@@ -27,21 +28,30 @@ def reasoner() -> Path:
 
 
 def demo_settings(data: str, *, tokens: float) -> TrainSettings:
-    """The recipe of the demo's nest."""
+    """The recipe of the demo's nest: the router learns on small batches, then the members train.
+
+    The reasoner was taught one problem at a time, thoughts and answer only, and so it is asked.
+    """
+    stages = (
+        f"tokens={ROUTER_TOKENS},length=192,batch=4,lr=1e-3",
+        f"tokens={tokens:.0f},length=192,batch=12,lr=1e-3,weights=4/3/3/1",
+    )
+    first, second = parse_stages(stages, ["100", "70", "45", "25"], blocks=1)
     return TrainSettings(
         data=data,
         member=MEMBERS,
-        stage=(f"tokens={tokens:.0f},length=192,batch=12,lr=3e-3",),
-        router_share=0.1,
-        router_weights=0.0,
-        checkpoint=100,
-        warmup=10,
-        loss_on="completion",
+        stage=stages,
         pack=False,
+        loss_on="completion",
+        router_share=first.steps / (first.steps + second.steps),
+        router_weights=0.0,
+        router_lambda=2.0,
+        warmup=30,
+        checkpoint=100,
     )
 
 
-def demo(to: str | Path, *, tokens: float = 9e5, say: Say = print, overwrite: bool = False) -> Nest:
+def demo(to: str | Path, *, tokens: float = 1.2e6, say: Say = print, overwrite: bool = False) -> Nest:
     """Build the nest, print its table, cut its smallest member and let it solve a problem."""
     to = Path(to)
     data, smallest = to.with_name(to.name + ".data"), to.with_name(to.name + "-smallest")

@@ -88,6 +88,15 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth_within_each_stage() -> 
     assert later[10] + later[-11] == pytest.approx(later[0] + later[-1])
 
 
+def test_the_warm_up_is_not_over_before_the_first_slice_is_trained() -> None:
+    (stage,) = plan.parse_stages((GOOD,), ["100"], blocks=1)
+    soft = 40
+    late = [plan.learning_rate(i, stage, 0, warmup=20, since=soft) for i in range(soft, soft + 30)]
+    unwarmed = [plan.learning_rate(i, stage, 0, warmup=1) for i in range(soft, soft + 30)]
+    assert late[0] == pytest.approx(unwarmed[0] / 20)
+    assert late[20:] == unwarmed[20:]
+
+
 def test_the_routers_phase_is_its_share_and_leaves_steps_for_the_members() -> None:
     both = stages(GOOD, GOOD)
     total = sum(one.steps for one in both)
