@@ -22,9 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nestling import hf, tasks
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
-from nestling.data import Stream, read_documents, stream_of
+from nestling.data import Stream, read_documents
 from nestling.eval import kl_to, perplexity, solve
 from nestling.nest import FULL, Member, Nest, open_nest, write_nest
+from nestling.padded import stream_of
 from nestling.plan import TrainSettings, make_plan
 from nestling.report import report
 from nestling.score import Scores, ScoreSettings, random_scores, score_folder
@@ -173,11 +174,13 @@ def evaluate_folder(
 
 def members_table(nest: Nest) -> str:
     """The members with their costs and what was measured, as text."""
-    return columns(members_rows(nest))
+    rows = members_rows(nest)
+    place = rows[0].index("keeps")  # too wide for a terminal
+    return columns([row[:place] + row[place + 1 :] for row in rows])
 
 
 def members_rows(nest: Nest) -> list[list[str]]:
-    """The members with their costs and what was measured, a row each under a row of heads."""
+    """The members with their sizes, costs and what was measured, a row each under a row of heads."""
     sources = sorted({s for m in nest.members.values() for s in m.results.get("perplexity", {})})
     has_problems = any("accuracy" in m.results for m in nest.members.values())
     measured = [("KL, cut", "kl_before", ""), ("KL, trained", "kl", "")]

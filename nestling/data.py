@@ -3,9 +3,8 @@
 A line of a file holds one document in one of three formats: `text`, `prompt` with `completion`, or `messages`, which
 pass through the tokenizer's chat template. Every document ends with the tokenizer's eos. A `Stream` mixes several
 files by weight, lays their documents end to end and cuts the result into blocks; its position is a document and an
-offset within it, so it resumes at the exact token, whatever the block length or the number of ranks. A `PaddedStream`
-gives every document a row of its own. Files are read through an index of line offsets (8 bytes a document), never as a
-whole. No network.
+offset within it, so it resumes at the exact token, whatever the block length or the number of ranks. Files are
+read through an index of line offsets (8 bytes a document), never as a whole. No network.
 """
 
 import difflib
@@ -158,72 +157,6 @@ class Stream:
         return deficits.index(max(deficits))
 
 
-class PaddedStream(Stream):
-    """The same documents, each in a row of its own that is padded on the right: nothing is read behind another text.
-
-    For a parent that has only ever seen one document at a time, and would not know what to say inside packed ones. A
-    document longer than `length` becomes several rows. Rows are read in groups of some batches and sorted by length
-    within a group, so that a batch holds rows of like length and little padding. A group of single rows is not sorted.
-    """
-
-    GROUP = 8  # batches that are sorted together
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._rows: list[tuple[list[int], list[bool]]] = []
-        self._used = self._chunk = 0  # rows of the group that are handed out; rows in one batch of all ranks
-        self._before: dict[str, Any] = {}  # the position before the group was read
-        super().__init__(*args, **kwargs)
-
-    def next_rows(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, whether a token is real (not padding), and whether its prediction counts; each [batch, time]."""
-        if batch < 1:
-            raise ValueError(f"batch {batch}: expected at least 1 row.")
-        if self._used == len(self._rows):
-            self._read_group((self.GROUP if batch > 1 else 1) * batch * self.world, batch * self.world)
-        rows = self._rows[self._used : self._used + batch * self.world]
-        self._used += len(rows)
-        self.num_tokens += sum(len(ids) for ids, _ in rows)
-        mine = rows[self.rank :: self.world]
-        pad = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
-        ids, is_real = _pad([ids for ids, _ in mine], pad, "right")
-        counted, _ = _pad([[int(one) for one in counts] for _, counts in mine], 0, "right")
-        return ids, is_real, counted.bool()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position as plain JSON values, the same on every rank."""
-        group = {"rows": len(self._rows), "used": self._used, "chunk": self._chunk}
-        return (self._before or super().state_dict()) | {"num_tokens": self.num_tokens, "group": group}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. The number of ranks may differ if it divides the saved batch of all ranks."""
-        super().load_state_dict(state)
-        group = state["group"]
-        if group["chunk"] % self.world:
-            raise ValueError(f"the saved batches have {group['chunk']} rows, which {self.world} ranks cannot share.")
-        if group["rows"]:
-            self._read_group(group["rows"], group["chunk"])
-        self._used, self.num_tokens = group["used"], state["num_tokens"]
-
-    def _read_group(self, num_rows: int, chunk: int) -> None:
-        self._before = super().state_dict()
-        rows: list[tuple[list[int], list[bool]]] = []
-        for _ in range(num_rows):
-            tokens, counts = self._piece(self.length)
-            if self._offset == len(self._document):
-                counts[-1] = False  # nothing follows in this row
-            rows.append((tokens, counts))
-        rows.sort(key=lambda row: len(row[0]))
-        chunks = [rows[i : i + chunk] for i in range(0, num_rows, chunk)]
-        taken = sum(source.taken for source in self._sources)
-        order = _shuffle(len(chunks), f"{self.seed} {taken}").tolist()
-        self._rows, self._used, self._chunk = [row for i in order for row in chunks[i]], 0, chunk
-
-
-def stream_of(sources: str | Sequence[str], tokenizer: Tokenizer, *, pack: bool, **settings: Any) -> Stream:
-    """Documents end to end in full rows (`pack`), or one document in a row, padded."""
-    return (Stream if pack else PaddedStream)(sources, tokenizer, **settings)
-
-
 def parse_sources(sources: str | Sequence[str]) -> list[tuple[Path, float]]:
     """Files and their shares of the tokens, which add up to one. A string is split at commas, a sequence is not."""
     parts = [part.strip() for part in sources.split(",")] if isinstance(sources, str) else list(sources)
@@ -283,10 +216,10 @@ def padded_batches(
         for start in range(0, len(document), length):
             rows.append(document[start : start + length])
             if len(rows) == batch:
-                yield _pad(rows, pad_id, side)
+                yield pad(rows, pad_id, side)
                 rows = []
     if rows:
-        yield _pad(rows, pad_id, side)
+        yield pad(rows, pad_id, side)
 
 
 class _Source:
@@ -316,7 +249,7 @@ class _Source:
 
     def current(self, tokenizer: Tokenizer) -> list[int]:
         if self._shuffled is None or self._shuffled[0] != self.epoch:
-            self._shuffled = self.epoch, _shuffle(self.num_documents, f"{self.seed} {self.epoch}")
+            self._shuffled = self.epoch, shuffle(self.num_documents, f"{self.seed} {self.epoch}")
         return self.read(int(self._shuffled[1][self.position - 1]), tokenizer)
 
     def prompt_length(self, ids: list[int], tokenizer: Tokenizer) -> int:
@@ -395,13 +328,13 @@ def _lines_until(file: Iterable[bytes], offset: int) -> Iterator[bytes]:
         start += len(line)
 
 
-def _shuffle(n: int, key: str) -> Tensor:
+def shuffle(n: int, key: str) -> Tensor:
     """A permutation of 0 to n - 1 that depends on `key` alone. Returns [n]."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())  # 7 bytes: manual_seed takes 63 bits
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
 
-def _pad(rows: list[list[int]], pad_id: int, side: str) -> tuple[Tensor, Tensor]:
+def pad(rows: list[list[int]], pad_id: int, side: str) -> tuple[Tensor, Tensor]:
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)

@@ -23,8 +23,9 @@ from nestling import hf
 from nestling.arch import ARCHITECTURES, Layout
 from nestling.axes import Block, axes_of, dims
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
-from nestling.data import Stream, stream_of
+from nestling.data import Stream
 from nestling.listen import CHANNELS, Batch, Listener, bypassed, evaluating, pad_right, run
+from nestling.padded import stream_of
 
 VERSION = 1
 ACTIVATIONS = "activations"  # the source of what was measured; other sources hold an axis's values as they are

@@ -28,11 +28,11 @@ from torch import Tensor
 from nestling import budget as budgets
 from nestling import hf, parallel
 from nestling.checkpoint import read_json
-from nestling.data import stream_of
 from nestling.distill import check_finite, forward_kl
 from nestling.elastic import ElasticModel, Run
 from nestling.export import export
 from nestling.nest import FULL, Member, Nest, open_nest
+from nestling.padded import stream_of
 from nestling.plan import Stage, TrainSettings, learning_rate, make_plan
 from nestling.router import Router, budget_loss, hard_stairs, pull_to_full
 
@@ -173,6 +173,8 @@ class _Training:
         since = 0 if is_soft else self.plan.soft_steps
         lr = learning_rate(step, stage, first, warmup=self.settings.warmup, since=since)
         lr *= self.settings.router_weights if is_soft else 1.0
+        for weight in self.weights:
+            weight.requires_grad_(lr > 0)  # weights that wait for the router cost no gradient and no optimizer step
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         losses: dict[str, list[float]] = {}
@@ -186,11 +188,12 @@ class _Training:
             found = self._soft_batch(batch, stage, step, record) if is_soft else self._member_batch(batch, stage, step)
             for name, loss in found.items():
                 losses.setdefault(name, []).append(loss)
-        record["grad_norm"] = norm = parallel.clip_(self.weights, self.settings.clip)
-        if not math.isfinite(norm):
-            raise RuntimeError(f"the gradient's norm is {norm} at step {step} ({', '.join(losses)}): lower the lr.")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if lr > 0:
+            record["grad_norm"] = norm = parallel.clip_(self.weights, self.settings.clip)
+            if not math.isfinite(norm):
+                raise RuntimeError(f"the gradient's norm is {norm} at step {step} ({', '.join(losses)}): lower the lr.")
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         if is_soft:
             parallel.mean_gradients_(self.router)
             parallel.clip_(list(self.router.parameters()), self.settings.clip)

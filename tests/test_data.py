@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nestling.data import PaddedStream, Stream, padded_batches, read_documents, stream_of
+from nestling.data import Stream, padded_batches, read_documents
+from nestling.padded import PaddedStream, stream_of
 
 EOS = 0
 TEMPLATE = (

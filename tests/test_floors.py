@@ -24,7 +24,7 @@ FLOORS = (
     ("axes", "checkpoint", "documents", "formats", "text", "traces"),
     ("arch", "tasks"),
     ("hf", "cost", "data"),
-    ("nest", "budget", "distill", "listen"),
+    ("nest", "budget", "distill", "listen", "padded"),
     ("elastic", "sort", "slice", "plan", "router", "inspect", "quantize"),
     ("score", "parallel", "export"),
     ("train", "engine"),
