@@ -21,8 +21,8 @@ CODE = [
 MAX_LINES = 400
 
 FLOORS = (
-    ("axes", "checkpoint", "documents", "formats", "text", "traces"),
-    ("arch", "tasks"),
+    ("axes", "documents", "formats", "presets", "shards", "text", "traces"),
+    ("arch", "checkpoint", "cut", "tasks"),
     ("hf", "cost", "data"),
     ("nest", "budget", "distill", "listen"),
     ("elastic", "sort", "slice", "plan", "router", "inspect", "quantize"),
