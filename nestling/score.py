@@ -305,7 +305,7 @@ def score_folder(
     model = hf.load_model(parent, dtype=settings.dtype, device=settings.device)
     stream = Stream(data, hf.load_tokenizer(parent), length=settings.length, seed=settings.seed)
     begin = time.monotonic()
-    with new_folder(to, overwrite=overwrite) as folder:
+    with new_folder(to, overwrite=overwrite, source=Path(parent)) as folder:
         scores = score(
             model,
             _packed(stream, settings.tokens, settings.batch, say),

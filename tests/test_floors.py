@@ -25,12 +25,12 @@ FLOORS = (
     ("arch", "checkpoint", "cut", "tasks"),
     ("hf", "cost", "data"),
     ("nest", "budget", "distill", "listen"),
-    ("elastic", "sort", "slice", "plan", "router", "inspect", "quantize"),
-    ("score", "parallel", "export"),
-    ("train", "engine"),
+    ("choose", "elastic", "sort", "stored", "plan", "router", "inspect", "quantize"),
+    ("score", "parallel", "export", "verify"),
+    ("slice", "train", "engine"),
     ("think", "eval", "report"),
     ("build", "serve"),
-    ("demo",),
+    ("demo", "slicing"),
     ("cli",),
 )
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
