@@ -25,6 +25,7 @@ from nestling.presets import PRESETS, Preset, find_preset
 VERSION = 1
 FULL = "100"  # the member that keeps everything
 HEAD = "lm_head.weight"
+MAX_NAMES = 1_000_000  # experts in all layers
 ALIASES = {"full": FULL, "parent": FULL}
 
 
@@ -221,6 +222,9 @@ def _layout_on_disk(arch: Architecture, config: Config, checkpoint: Checkpoint) 
     """The layout in the spelling that the files use: transformers can also save experts fused, as they are in
     memory."""
     layouts = [arch.layout(config, spelling) for spelling in arch.rows]
+    num_names = layouts[0].sizes.get("expert", 1) * len(layouts[0].kinds)
+    if num_names > MAX_NAMES:
+        raise ValueError(f"config.json of '{checkpoint.folder}' asks for {num_names:,} experts in all: it is broken.")
     return max(layouts, key=lambda layout: len(layout.tensors.keys() & checkpoint.entries.keys()))
 
 

@@ -352,8 +352,8 @@ import os, sys, time
 whole = os.pwrite
 def slow(handle, data, offset):
     print("writing", flush=True)
-    time.sleep(0.3)
-    return whole(handle, data[:500], offset)
+    time.sleep(1)
+    return whole(handle, data, offset)
 os.pwrite = slow
 from nestling.cli import main
 sys.exit(main(["slice", sys.argv[1], "100", "--to", sys.argv[2]]))
@@ -382,6 +382,26 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_no_folder_that_looks_whole(p
         assert [f.name.startswith(".to.") and f.name.endswith(".part") for f in left] == [True]
         with pytest.raises(ValueError, match=r"has no config\.json"):
             open_nest(left[0])
+
+
+# Configs that would be believed for gigabytes.
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
+        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers = 3: expected a whole number"),
+        ("mixtral", {"num_local_experts": 10**9}, "asks for 3,000,000,000 experts"),
+        ("llama", {"num_attention_heads": None}, "num_attention_heads"),
+    ],
+)
+def test_a_config_that_asks_for_the_absurd_is_refused_at_once(parents, tmp_path, name, change, message):
+    folder = shutil.copytree(parents(name), tmp_path / "parent")
+    config = read_json(folder / "config.json") | change
+    write_json(folder / "config.json", {k: v for k, v in config.items() if v is not None})
+    with pytest.raises(ValueError, match=message):
+        open_nest(folder)
 
 
 # Fuzzing.
