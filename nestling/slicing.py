@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -96,8 +95,6 @@ def _check_request(given: argparse.Namespace) -> None:
     idle = [flag for flag in ("format", "context", "batch") if getattr(given, flag) not in ("", None)]
     if idle and not given.fit:
         raise ValueError(f"--{idle[0]} has no effect without --fit.")
-    if given.to and given.dry_run and Path(given.to).exists() and not given.overwrite:
-        print(f"note: {given.to} exists: without --overwrite the slice would be refused")
 
 
 def _member(given: argparse.Namespace, nest: Nest) -> Member:

@@ -37,4 +37,5 @@ def test_what_transformers_does_in_the_benchmark_gives_the_same_tensors(tmp_path
     bench.child(bench.STOCK, tmp_path / "input", tmp_path / "stock", one.sizes, is_cold=False)
     theirs = load_file(tmp_path / "stock" / "model.safetensors")
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in ours)
+    # It rounds to bf16 what the checkpoint keeps in float32.
+    assert all(torch.equal(ours[name].to(theirs[name].dtype), theirs[name]) for name in ours)
