@@ -147,7 +147,7 @@ def test_a_dry_run_names_every_cut_and_writes_nothing_and_loads_no_torch(folder,
         (line,) = (line for line in out.splitlines() if line.startswith((f"{name}:", f"{name} from")))
         assert line.endswith(f"-> [{', '.join(map(str, tensor.shape))}]")
     assert "config.json: hidden_size: 48 -> 32" in out
-    assert "config.json: num_hidden_layers: 5 -> 4" in out
+    assert "config.json: layers_block_type: " in out
     assert f"{Checkpoint(small).nbytes:,} bytes of {Checkpoint(folder).nbytes:,}" in out
     assert "to write: " in out
 
@@ -360,10 +360,11 @@ def test_verify_passes_on_every_architecture(parents, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "part", ["backbone.embeddings.weight", "backbone.layers.0.mixer.in_proj.weight", "lm_head.weight"]
+    "end", ["embeddings.weight", "in_proj.weight", "conv1d.weight", "experts.5.down_proj.weight", "lm_head.weight"]
 )
-def test_one_flipped_bit_in_a_slice_is_found_and_named(slice_of, part):
+def test_one_flipped_bit_in_a_slice_is_found_and_named(slice_of, end):
     nest, small = slice_of
+    part = next(name for name in Checkpoint(small).entries if name.endswith(end))
     entry = Checkpoint(small).entries[part]
     data = bytearray((small / SINGLE).read_bytes())
     data[entry.start + entry.nbytes - 4] ^= 1
