@@ -28,9 +28,10 @@ test: setup  ## the tests that take seconds
 slow: setup  ## the tests and examples that take minutes or hours
 	$(PY) -m pytest -q -m slow --timeout 0
 
-bench: setup  ## what a training step and scoring cost, as ratios inside one run
+bench: setup  ## what a training step, scoring and slicing cost, as ratios inside one run
 	$(PY) -m benchmarks.step
 	$(PY) -m benchmarks.score
+	$(PY) -m benchmarks.slice
 
 lint: setup  ## ruff, its formatter and pyright
 	@status=0; \

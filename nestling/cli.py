@@ -20,6 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestling import slicing
+
+WITHOUT_TORCH = {"inspect", "slice", "verify"}  # or only where they must: importing it costs seconds
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
 
 
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(given)
     try:
         _check_to(chosen)
-        if chosen.verb != "inspect":
+        if chosen.verb not in WITHOUT_TORCH:
             from nestling import hf
 
             hf.be_quiet()
@@ -59,7 +62,8 @@ def _verbs() -> dict[str, Verb]:
         "score": ("score every part of a parent on calibration data", _score_flags, _score),
         "sort": ("sort a parent's parts best first: a nest with one member", _sort_flags, _sort),
         "train": ("learn the members' sizes and distil all of them", _train_flags, _train),
-        "slice": ("cut a member out as a plain checkpoint", _slice_flags, _slice),
+        "slice": ("cut a member out as a plain checkpoint", slicing.slice_flags, slicing.slice_verb),
+        "verify": ("check a checkpoint, also against the nest it was cut from", slicing.verify_flags, slicing.verify),
         "eval": ("measure every member of a nest", _eval_flags, _eval),
         "report": ("one HTML page with figures of a nest", _report_flags, _report),
         "build": ("score, sort, train, evaluate and report in one go", _build_flags, _build),
@@ -127,23 +131,6 @@ def _train(given: argparse.Namespace) -> None:
 
     nest = train(_settings(given, TrainSettings), given.nest, given.to, overwrite=given.overwrite)
     print(f"trained members {', '.join(nest.members)} into {given.to}")
-
-
-def _slice_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("nest")
-    parser.add_argument("member")
-    _add_to(parser)
-
-
-def _slice(given: argparse.Namespace) -> None:
-    from nestling.nest import open_nest
-    from nestling.slice import slice as cut_member
-
-    nest = open_nest(given.nest)
-    member = nest.member(given.member)
-    cut_member(nest, member, given.to, overwrite=given.overwrite)
-    cost = nest.cost(member)
-    print(f"member {member.name}: {cost.parameters:,} parameters, {cost.active_parameters:,} active, in {given.to}")
 
 
 def _eval_flags(parser: argparse.ArgumentParser) -> None:

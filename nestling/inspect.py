@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nestling.axes import grain
-from nestling.checkpoint import Checkpoint
 from nestling.cost import GIB, Cost, quantizable
 from nestling.nest import Nest, open_nest
 from nestling.text import columns
@@ -18,8 +17,9 @@ TILE = 16  # nvfp4 keeps one scale for each 16 values along the contracted axis
 
 def inspect(folder: str | Path) -> dict[str, Any]:
     """Everything that `nestling inspect` says, as plain values."""
-    nest, checkpoint = open_nest(folder), Checkpoint(folder)
-    nest.layout.check_cover([name for name in checkpoint.entries if not name.startswith("mtp.")])
+    nest = open_nest(folder)
+    checkpoint = nest.checkpoint
+    nest.layout.check_cover([name for name in nest.names if not name.startswith("mtp.")])
     full = nest.cost(nest.member("full"))
     elastic, refused = nest.layout.elastic(), nest.layout.arch.refuse(nest.config)
     axes = {
@@ -37,6 +37,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
             "budget": member.budget,
             "is_trained": member.is_trained,
             "results": member.results,
+            "note": member.note,
             **_costs(nest.cost(member)),
         }
         for member in nest.members.values()
@@ -53,6 +54,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
         "dropped_if_sorted": sorted(name for name in checkpoint.entries if name.startswith("mtp.")),
         "axes": axes,
         "members": members,
+        "notes": checkpoint.notes,
         "fingerprint": nest.fingerprint,
     }
 
@@ -98,6 +100,8 @@ def describe(told: dict[str, Any]) -> str:
         "",
         columns(members, left=(0, 4)),
     ]
+    lines += [f"{name}: {one['note']}" for name, one in told["members"].items() if one["note"]]
+    lines += [f"note: {line}" for line in told["notes"]]
     if told["dropped_if_sorted"]:
         extra = len(told["dropped_if_sorted"])
         lines += ["", f"{extra} multi-token-prediction tensors: not counted above; `nestling sort` needs --drop mtp."]

@@ -9,17 +9,23 @@ takes them for weights. A plain checkpoint is a nest with one member.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nestling.arch import Architecture, Config, Layout, find, kept_layers
+from nestling.axes import parse
 from nestling.checkpoint import Checkpoint, read_json, write_json
 from nestling.cost import Cost, cost
+from nestling.cut import equal_data
+from nestling.presets import PRESETS, Preset, find_preset
 
 VERSION = 1
 FULL = "100"  # the member that keeps everything
+HEAD = "lm_head.weight"
+MAX_NAMES = 1_000_000  # experts in all layers
 ALIASES = {"full": FULL, "parent": FULL}
 
 
@@ -32,6 +38,7 @@ class Member:
     budget: str = ""  # what was asked for, such as "active:0.45"
     is_trained: bool = False
     results: dict[str, Any] = field(default_factory=dict)  # what evaluation found
+    note: str = ""  # what a person should know before using it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,26 @@ class Nest:
     recipe: dict[str, Any] = field(default_factory=dict)
     parent: str = ""  # fingerprint of the parent's checkpoint
     fingerprint: str = ""  # of the weights that nest.json was written with
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The folder's config and headers, read once."""
+        return Checkpoint(self.folder)
+
+    @cached_property
+    def has_head_twice(self) -> bool:
+        """A tied head is stored a second time, equal to the embedding byte by byte."""
+        entries = self.checkpoint.entries
+        tied = [name for name, shape in self.layout.rows[""].items() if shape == parse("vocab, hidden")]
+        if HEAD not in entries or HEAD in tied or len(tied) != 1 or tied[0] not in entries:
+            return False
+        one, other = entries[tied[0]], entries[HEAD]
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and equal_data(one, other)
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors that count: all in the folder, but for the second copy of a tied head."""
+        return set(self.checkpoint.entries) - ({HEAD} if self.has_head_twice else set())
 
     def member(self, name: str) -> Member:
         """A member by name; an error that lists the names there are."""
@@ -85,8 +112,11 @@ class Nest:
         return cost(self.member_layout(member), window=self.config.get("sliding_window") or 0)
 
 
-def open_nest(folder: str | Path) -> Nest:
-    """Read a nest, or a plain checkpoint as a nest with one member. No weights are read."""
+def open_nest(folder: str | Path, *, presets: Sequence[Preset] = PRESETS) -> Nest:
+    """Read a nest, or a plain checkpoint as a nest with one member. No weights are read.
+
+    presets: public elastic checkpoints that have members without a nest.json.
+    """
     checkpoint = Checkpoint(folder)
     arch, config = find(checkpoint.config)
     layout = _layout_on_disk(arch, config, checkpoint)
@@ -101,19 +131,10 @@ def open_nest(folder: str | Path) -> Nest:
         fingerprint=checkpoint.fingerprint(),
     )
     if not (checkpoint.folder / "nest.json").is_file():
-        return plain
+        preset = find_preset(arch.model_type, layout.sizes, presets)
+        return plain if preset is None else replace(plain, members=plain.members | _preset_members(preset))
     told = read_json(checkpoint.folder / "nest.json")
-    if told.get("format_version") != VERSION:
-        raise ValueError(f"nest.json is of format {told.get('format_version')}; this Nestling reads {VERSION}.")
-    lacking = [key for key in ("fingerprint", "members", "layer_order", "parent", "recipe") if key not in told]
-    if lacking:
-        raise ValueError(f"nest.json of '{folder}' lacks {', '.join(lacking)}: it is broken. Copy it again.")
-    if told["fingerprint"] != plain.fingerprint:
-        raise ValueError(
-            f"nest.json was written with other weights than those in '{folder}' (fingerprint {told['fingerprint']}, "
-            f"the weights have {plain.fingerprint}). Copy the whole folder again, or delete nest.json to use it as a "
-            "plain model."
-        )
+    _check_told(told, plain)
     members = {name: Member(name=name, **entry) for name, entry in map(_read_member, told["members"].items())}
     members = {
         name: replace(member, sizes=check_sizes(layout, config, member.sizes, who=f"member '{name}'"))
@@ -201,14 +222,57 @@ def _layout_on_disk(arch: Architecture, config: Config, checkpoint: Checkpoint) 
     """The layout in the spelling that the files use: transformers can also save experts fused, as they are in
     memory."""
     layouts = [arch.layout(config, spelling) for spelling in arch.rows]
+    num_names = layouts[0].sizes.get("expert", 1) * len(layouts[0].kinds)
+    if num_names > MAX_NAMES:
+        raise ValueError(f"config.json of '{checkpoint.folder}' asks for {num_names:,} experts in all: it is broken.")
     return max(layouts, key=lambda layout: len(layout.tensors.keys() & checkpoint.entries.keys()))
+
+
+def _preset_members(preset: Preset) -> dict[str, Member]:
+    members = {}
+    for name, sizes in preset.members.items():
+        note = "; ".join(filter(None, (preset.notes.get(name), preset.caution if sizes else "")))
+        members[name] = Member(
+            name=name, sizes=dict(sizes), budget=f"preset of {preset.source}", is_trained=True, note=note
+        )
+    return members
+
+
+def _check_told(told: Mapping[str, Any], plain: Nest) -> None:
+    """nest.json is of the format that we read, and was written with these weights."""
+    where = f"nest.json of '{plain.folder}'"
+    if told.get("format_version") != VERSION:
+        raise ValueError(
+            f"nest.json is of format {str(told.get('format_version'))[:40]}; this Nestling reads {VERSION}."
+        )
+    kinds = {"fingerprint": str, "members": dict, "layer_order": list, "parent": str, "recipe": dict}
+    lacking = [key for key in kinds if key not in told]
+    if lacking:
+        raise ValueError(f"{where} lacks {', '.join(lacking)}: it is broken. Copy it again.")
+    for key, kind in kinds.items():
+        if not isinstance(told[key], kind):
+            raise ValueError(
+                f"{where}: {key} is a {type(told[key]).__name__}, expected a {kind.__name__}: it is broken."
+            )
+    if told["fingerprint"] != plain.fingerprint:
+        raise ValueError(
+            f"nest.json was written with other weights than those in '{plain.folder}' (fingerprint "
+            f"{told['fingerprint'][:40]}, the weights have {plain.fingerprint}). Copy the whole folder again, or "
+            "delete nest.json to use it as a plain model."
+        )
+    order, num_layers = told["layer_order"], len(plain.layout.kinds)
+    if not all(type(i) is int for i in order) or sorted(order) != list(range(num_layers)):
+        raise ValueError(
+            f"{where}: layer_order is {str(order)[:80]}, expected each of the {num_layers} layers once, counted from 0."
+        )
 
 
 def _read_member(item: tuple[str, Any]) -> tuple[str, dict[str, Any]]:
     name, entry = item
-    fields = {"sizes", "budget", "is_trained", "results"}
-    if not isinstance(entry, dict) or not fields <= entry.keys():
+    kinds = {"sizes": dict, "budget": str, "is_trained": bool, "results": dict}
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds.items()):
         raise ValueError(
-            f"nest.json: member '{name}' is {json.dumps(entry)[:80]}, expected an object with {sorted(fields)}."
+            f"nest.json: member '{name[:80]}' is {json.dumps(entry)[:80]}, expected an object with "
+            f"{', '.join(f'{key} ({kind.__name__})' for key, kind in kinds.items())}."
         )
-    return name, {key: entry[key] for key in fields}
+    return name, {key: entry[key] for key in kinds} | {"note": str(entry.get("note", ""))}

@@ -308,7 +308,7 @@ def score_folder(
     tokenizer = hf.load_tokenizer(parent)
     stream = stream_of(data, tokenizer, pack=settings.pack, length=settings.length, seed=settings.seed)
     begin = time.monotonic()
-    with new_folder(to, overwrite=overwrite) as folder:
+    with new_folder(to, overwrite=overwrite, source=Path(parent)) as folder:
         scores = score(
             model,
             _batches(stream, settings.tokens, settings.batch, say),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nestling.arch import Layout
 from nestling.axes import take
-from nestling.checkpoint import Checkpoint, Writer, copy_sidecars, new_folder, write_json
+from nestling.checkpoint import Writer, copy_sidecars, new_folder, write_json
 from nestling.nest import Nest, open_nest, write_nest
 
 Orders = Mapping[str, Tensor]  # elastic axis -> int64 [*enclosing axes, axis], best first
@@ -31,12 +31,13 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
     orders: axes that are not named stay as they are. drop: a prefix of tensor names to leave out knowingly, such as
     "mtp".
     """
-    checkpoint, nest = Checkpoint(parent), open_nest(parent)
+    nest = open_nest(parent)
+    checkpoint = nest.checkpoint
     layout = nest.layout
     dropped = {name for name in checkpoint.entries if drop and name.startswith(f"{drop}.")}
     if drop and not dropped:
         raise ValueError(f"--drop {drop} has no effect: no tensor of '{parent}' starts with '{drop}.'.")
-    layout.check_cover(checkpoint.entries.keys() - dropped)
+    layout.check_cover(nest.names - dropped)
     check_orders(layout, orders)
     keep = {axis: order for axis, order in orders.items() if axis != "layer"}
     stored = nest.stored | (

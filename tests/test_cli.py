@@ -30,7 +30,7 @@ from nestling.sort import sort
 from nestling.train import TrainSettings, train
 
 ROOT = Path(__file__).parents[1]
-VERBS = ("inspect", "score", "sort", "train", "slice", "eval", "report", "build", "demo")
+VERBS = ("inspect", "score", "sort", "train", "slice", "verify", "eval", "report", "build", "demo")
 SETTINGS: dict[str, tuple[type, ...]] = {
     "score": (ScoreSettings,), "train": (TrainSettings,), "build": (TrainSettings, BuildSettings),
 }  # fmt: skip
@@ -128,7 +128,7 @@ def test_every_verb_has_help_with_a_flag_and_a_line_for_every_setting(
                 shown = default[0] if isinstance(default, tuple) else default
                 assert line.endswith(f"(default: {shown})")
     assert ("--recipe" in done.out) == (verb in SETTINGS)
-    assert ("--to" in done.out) == (verb != "inspect")
+    assert ("--to" in done.out) == (verb not in ("inspect", "verify"))
 
 
 def test_settings_that_are_yes_or_no_can_be_said_both_ways(run: Run) -> None:

@@ -21,16 +21,16 @@ CODE = [
 MAX_LINES = 400
 
 FLOORS = (
-    ("axes", "checkpoint", "documents", "formats", "text", "traces"),
-    ("arch", "tasks"),
+    ("axes", "documents", "formats", "presets", "shards", "text", "traces"),
+    ("arch", "checkpoint", "cut", "tasks"),
     ("hf", "cost", "data"),
     ("nest", "budget", "distill", "listen", "padded"),
-    ("elastic", "sort", "slice", "plan", "router", "inspect", "quantize"),
-    ("score", "parallel", "export"),
-    ("train", "engine"),
+    ("choose", "elastic", "sort", "stored", "plan", "router", "inspect", "quantize"),
+    ("score", "parallel", "export", "verify"),
+    ("slice", "train", "engine"),
     ("think", "eval", "report"),
     ("build", "serve"),
-    ("demo",),
+    ("demo", "slicing"),
     ("cli",),
 )
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}

@@ -11,6 +11,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     arch.model_type: arch for arch in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, NEMOTRON_H)
 }
 
+MAX_LAYERS = 10_000  # a config that says more is broken, and would be believed for gigabytes of names
+
 __all__ = ["ARCHITECTURES", "Architecture", "Config", "Elastic", "Layout", "Place", "find", "kept_layers"]
 
 
@@ -23,4 +25,12 @@ def find(config: Config) -> tuple[Architecture, Config]:
             "docs/add-an-architecture.md says how to add one (a table, usually under 100 lines)."
         )
     arch = ARCHITECTURES[model_type]
-    return arch, arch.complete(config)
+    num_layers = config.get("num_hidden_layers")
+    if num_layers is not None and not (type(num_layers) is int and 1 <= num_layers <= MAX_LAYERS):
+        raise ValueError(f"num_hidden_layers = {str(num_layers)[:40]}: expected a whole number from 1 to {MAX_LAYERS}.")
+    try:
+        complete = arch.complete(config)
+        arch.kinds(complete)
+    except KeyError as error:
+        raise ValueError(f"config.json lacks {error}, which a {model_type} needs.") from None
+    return arch, complete

@@ -40,7 +40,7 @@ def report(nest_folder: str | Path, to: str | Path, *, say: Say = print, overwri
     found = find(open_nest(nest_folder))
     names = [member.name for member in found.members]
     light, dark = look(names, LIGHT), look(names, DARK)
-    with new_folder(to, overwrite=overwrite) as folder:
+    with new_folder(to, overwrite=overwrite, source=Path(nest_folder)) as folder:
         pictures = {}
         for drawing in _drawings(found):
             image = png(drawing.draw, light)

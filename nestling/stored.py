@@ -1,0 +1,135 @@
+"""What a member is made of as files: every tensor that will be stored, where it is cut from, and its config.
+
+Between the table (`Layout.places`: parameters) and the files (tensors) stand three questions, each answered by one
+function here: which tensors the folder must hold (`check_cover`), which of them a member stores and in which shapes
+(`stored_places`), and what its config.json says (`stored_config`). A number format that stores one matrix as several
+tensors answers them differently; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nestling.arch import Place
+from nestling.axes import axes_of, dims, to_text
+from nestling.checkpoint import read_json
+from nestling.cut import Cut, cut
+from nestling.nest import HEAD, Member, Nest
+from nestling.shards import Entry
+
+HEADS = {"kv", "q", "head", "group", "mamba", "mdim"}  # axes that reach a width only together
+TILE = 16  # values; what few-bit formats and the kernels of most engines take a width in
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a member: where it is cut from, and what it will be."""
+
+    place: Place
+    source: Entry
+    cut: Cut
+
+    @property
+    def entry(self) -> Entry:
+        """What it will be; file and start still say where it comes from."""
+        return replace(self.source, shape=self.cut.shape)
+
+
+def plan(nest: Nest, member: Member, *, drop: str = "") -> list[Stored]:
+    """Every tensor of a member, in order. Names and shapes of the nest are checked; no weight is read.
+
+    drop: a prefix of tensor names to leave out knowingly, such as "mtp".
+    """
+    checkpoint = nest.checkpoint
+    check_cover(nest, drop=drop)
+    keep, found = prefix(member), []
+    for place in stored_places(nest, member):
+        source = checkpoint.entries[place.source]
+        check_shape(place, source, nest.layout.sizes)
+        found.append(Stored(place, source, cut(place.shape, nest.layout.sizes, keep)))
+    return found
+
+
+def prefix(member: Member) -> dict[str, int]:
+    """The units that a member keeps along each axis but the layers."""
+    return {axis: size for axis, size in member.sizes.items() if axis != "layer"}
+
+
+def stored_places(nest: Nest, member: Member) -> Iterator[Place]:
+    """Every tensor that a member stores: its name, where it comes from and its shape in axes."""
+    yield from nest.layout.places(prefix(member), nest.layers(member))
+
+
+def stored_config(nest: Nest, member: Member, *, drop: str = "") -> dict[str, Any]:
+    """The config.json of a member as a model of its own."""
+    config = nest.member_config(member)
+    if drop == "mtp" and "num_nextn_predict_layers" in config:
+        config["num_nextn_predict_layers"] = 0
+    return config
+
+
+def check_cover(nest: Nest, *, drop: str = "") -> None:
+    """The folder holds exactly the tensors that the table lists, but for what is dropped knowingly."""
+    dropped = {name for name in nest.names if drop and name.startswith(f"{drop}.")}
+    if drop and not dropped:
+        raise ValueError(f"--drop {drop} has no effect: no tensor of '{nest.folder}' starts with '{drop}.'.")
+    nest.layout.check_cover(nest.names - dropped)
+
+
+def check_shape(place: Place, source: Entry, sizes: Mapping[str, int]) -> None:
+    """A tensor has the shape that the table and the config give it."""
+    expected = dims(place.shape, sizes)
+    if source.shape != expected:
+        raise ValueError(
+            f"tensor '{place.source}' in {source.file} has shape {source.shape}, but config.json makes "
+            f"{to_text(place.shape)} {expected}. One of the two belongs to another model."
+        )
+
+
+def notes(nest: Nest, member: Member) -> list[str]:
+    """What a person should know before a member is cut."""
+    found = [*nest.checkpoint.notes]
+    if member.note:
+        found.append(f"member {member.name}: {member.note}.")
+    if not member.is_trained:
+        found.append(f"member {member.name} is an untrained size: nothing was tuned for it, so measure it before use.")
+    if nest.has_head_twice:
+        found.append(f"{HEAD} is a copy of the tied embedding: it is stored once.")
+    widths = {axis for shape in nest.layout.rows.values() for row in shape.values() for axis in axes_of(row[-1:])}
+    for axis, size in member.sizes.items():
+        if axis in widths - HEADS and size % TILE and not nest.layout.sizes[axis] % TILE:
+            found.append(
+                f"size {size} along '{axis}' is not a multiple of {TILE}: fp8 and nvfp4 cannot store it, and vLLM has "
+                "met widths that it rounds up (vllm-project/vllm#36926)."
+            )
+    for name in remote_code(nest.stored):
+        if not (nest.folder / name).is_file():
+            found.append(f"config.json names remote code in {name}, which is not in '{nest.folder}'.")
+    return found
+
+
+def remote_code(config: Mapping[str, Any]) -> list[str]:
+    """The files of a config's auto_map that should lie beside it."""
+    told = config.get("auto_map")
+    values = [v for value in told.values() for v in (value if isinstance(value, list) else [value])] if told else []
+    names = {str(value).rpartition(".")[0] for value in values if value and "--" not in str(value)}
+    return sorted(f"{name}.py" for name in names if name.isidentifier())
+
+
+def config_changes(nest: Nest, config: Mapping[str, Any]) -> list[str]:
+    """A line for each key of config.json that a slice changes."""
+    before = read_json(Path(nest.folder) / "config.json")
+    lines = []
+    for key in dict.fromkeys([*before, *config]):
+        if before.get(key) != config.get(key) or (key in before) != (key in config):
+            old, new = (json.dumps(one[key]) if key in one else "(absent)" for one in (before, config))
+            lines.append(f"{key}: {_short(old)} -> {_short(new)}")
+    return lines
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]} ... ({len(text)} characters)"
