@@ -22,7 +22,7 @@ from nestling import hf, tasks
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
 from nestling.data import Stream, read_documents
 from nestling.eval import kl_to, perplexity, solve
-from nestling.nest import FULL, Member, Nest, open_nest, write_nest
+from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest, write_nest
 from nestling.plan import TrainSettings, check_effect, count_soft_steps, parse_stages, plan_members, router_options
 from nestling.report import report
 from nestling.score import Scores, ScoreSettings, random_scores, score_folder
@@ -155,7 +155,7 @@ def evaluate_folder(
     settings: BuildSettings, folder: str | Path, *, parent: str | Path, say: Say = print
 ) -> tuple[Nest, str]:
     """Measure every member of a nest against a parent. Returns the nest with results, and them as text."""
-    nest = open_nest(folder)
+    nest, _ = open_plain_nest(folder, verb="eval"), open_plain_nest(parent, verb="eval")
     heldout = _heldout_blocks(settings, folder, nest.recipe.get("train", {}).get("loss_on", "all"))
     found = evaluate(settings, nest, nest.members, hf.load_model(parent), heldout, say=say)
     nest = replace(nest, members={name: replace(member, results=found[name]) for name, member in nest.members.items()})
@@ -193,7 +193,7 @@ def members_table(nest: Nest) -> str:
 
 def _check_plan(training: TrainSettings, parent: str | Path) -> None:
     """What training would refuse, before anything is scored."""
-    nest = open_nest(parent)
+    nest = open_plain_nest(parent, verb="build")
     nest.layout.check_cover(list(Checkpoint(parent).entries))
     _, asked = plan_members(training.member, nest)
     names = [FULL, *(text.partition("=")[0] for text in training.member)]

@@ -9,14 +9,15 @@ takes them for weights. A plain checkpoint is a nest with one member.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nestling.arch import Architecture, Config, Layout, find, kept_layers
+from nestling.arch import Architecture, Config, Layout, Place, find, kept_layers
 from nestling.checkpoint import Checkpoint, read_json, write_json
 from nestling.cost import Cost, cost
+from nestling.formats import SIDECAR, Quantized, detect
 
 VERSION = 1
 FULL = "100"  # the member that keeps everything
@@ -47,6 +48,7 @@ class Nest:
     recipe: dict[str, Any] = field(default_factory=dict)
     parent: str = ""  # fingerprint of the parent's checkpoint
     fingerprint: str = ""  # of the weights that nest.json was written with
+    quantized: Quantized | None = None  # how the weights are stored, if not plainly
 
     def member(self, name: str) -> Member:
         """A member by name; an error that lists the names there are."""
@@ -74,7 +76,45 @@ class Nest:
             for k, v in small.items()
             if is_respelled or k in self.stored or k in arch.config or v != self.config.get(k)
         }
-        return {k: v for k, v in self.stored.items() if k in small} | changed
+        described, _ = self.quantization(member)
+        return {k: v for k, v in self.stored.items() if k in small} | changed | described
+
+    def quantization(self, member: Member) -> tuple[Config, Config]:
+        """What describes a member's quantization: keys for its config.json, and files beside it; empty if plain."""
+        if self.quantized is None:
+            return {}, {}
+        root = self.layout.arch.layers.removesuffix("layers")
+        section, sidecar = self.quantized.describe(self.layout, _keep(member), self.layers(member), memory_root=root)
+        return (
+            {} if section is None else {"quantization_config": section},
+            {} if sidecar is None else {SIDECAR: sidecar},
+        )
+
+    def places(self, member: Member) -> Iterable[Place]:
+        """Every tensor that a member's files hold, and where it comes from; illegal cuts are refused before the
+        first."""
+        keep, layers = _keep(member), self.layers(member)
+        return (
+            self.layout.places(keep, layers)
+            if self.quantized is None
+            else self.quantized.places(self.layout, keep, layers)
+        )
+
+    def check_cover(self, names: Iterable[str]) -> None:
+        """Every stored tensor is one that the architecture and the quantization know, and none is missing."""
+        if self.quantized is None:
+            self.layout.check_cover(names)
+        else:
+            self.quantized.check_cover(self.layout, names)
+
+    def check_scales(self, member: Member, read: Callable[[str], Any]) -> list[str]:
+        """The scales of all that a member keeps are usable; empty for plain weights. Returns warnings.
+
+        read: gives a stored tensor by name.
+        """
+        if self.quantized is None:
+            return []
+        return self.quantized.check_scales(read, self.layout, self.layers(member), _keep(member))
 
     def member_layout(self, member: Member) -> Layout:
         """The names and shapes of a member as a checkpoint of its own."""
@@ -99,6 +139,7 @@ def open_nest(folder: str | Path) -> Nest:
         members={FULL: whole},
         layer_order=tuple(range(len(layout.kinds))),
         fingerprint=checkpoint.fingerprint(),
+        quantized=_quantized(checkpoint),
     )
     if not (checkpoint.folder / "nest.json").is_file():
         return plain
@@ -126,6 +167,21 @@ def open_nest(folder: str | Path) -> Nest:
         recipe=told["recipe"],
         parent=told["parent"],
     )
+
+
+def open_plain_nest(folder: str | Path, *, verb: str) -> Nest:
+    """The same for a step that computes with the weights; quantized ones are refused."""
+    nest = open_nest(folder)
+    if nest.quantized is not None:
+        told = ", ".join(
+            f"{n} matrices in {kind}" for kind, n in nest.quantized.summary(nest.layout)["matrices"].items()
+        )
+        raise ValueError(
+            f"'{folder}' is quantized ({nest.quantized.spelling.method}: {told}), and `nestling {verb}` needs plain "
+            "weights (BF16 or FP32). Use the checkpoint that it was made from, and quantize last. Quantized "
+            "checkpoints can be inspected and sliced."
+        )
+    return nest
 
 
 def write_nest(nest: Nest, folder: Path) -> None:
@@ -201,7 +257,18 @@ def _layout_on_disk(arch: Architecture, config: Config, checkpoint: Checkpoint) 
     """The layout in the spelling that the files use: transformers can also save experts fused, as they are in
     memory."""
     layouts = [arch.layout(config, spelling) for spelling in arch.rows]
-    return max(layouts, key=lambda layout: len(layout.tensors.keys() & checkpoint.entries.keys()))
+    names = {name.removesuffix("_packed") for name in checkpoint.entries}  # how compressed-tensors marks 4-bit codes
+    return max(layouts, key=lambda layout: len(layout.tensors.keys() & names))
+
+
+def _quantized(checkpoint: Checkpoint) -> Quantized | None:
+    sidecar = checkpoint.folder / SIDECAR
+    return detect(checkpoint.config, read_json(sidecar) if sidecar.is_file() else None, checkpoint.entries)
+
+
+def _keep(member: Member) -> dict[str, int]:
+    """What a member keeps along the axes of its tensors; its layers are another matter."""
+    return {axis: size for axis, size in member.sizes.items() if axis != "layer"}
 
 
 def _read_member(item: tuple[str, Any]) -> tuple[str, dict[str, Any]]:

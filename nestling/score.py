@@ -25,6 +25,7 @@ from nestling.axes import Block, axes_of, dims
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
 from nestling.data import Stream
 from nestling.listen import CHANNELS, Batch, Listener, bypassed, evaluating, pad_right, run
+from nestling.nest import open_plain_nest
 
 VERSION = 1
 ACTIVATIONS = "activations"  # the source of what was measured; other sources hold an axis's values as they are
@@ -302,6 +303,7 @@ def score_folder(
 
     Documents are packed into full sequences, as in training. The data is read at most once.
     """
+    open_plain_nest(parent, verb="score")
     model = hf.load_model(parent, dtype=settings.dtype, device=settings.device)
     stream = Stream(data, hf.load_tokenizer(parent), length=settings.length, seed=settings.seed)
     begin = time.monotonic()

@@ -6,6 +6,7 @@ parent's names and layout, so stock loaders read it, and every tensor keeps its 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,18 +27,22 @@ def slice(nest: Nest, member: Member, to: str | Path, *, overwrite: bool = False
         writer.close()
         write_json(folder / "config.json", nest.member_config(member))
         copy_sidecars(nest.folder, folder)
+        for name, described in nest.quantization(member)[1].items():
+            write_json(folder / name, described)
         (folder / "README.md").write_text(_card(nest, member), "utf-8")
-    written = open_nest(to)
-    written.layout.check_cover(Checkpoint(to).entries.keys())
+    open_nest(to).check_cover(Checkpoint(to).entries.keys())
     return Path(to)
 
 
 def cut(nest: Nest, member: Member) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a member, by the names that they have in a model of its own."""
     checkpoint = Checkpoint(nest.folder)
-    nest.layout.check_cover(checkpoint.entries.keys())
+    nest.check_cover(checkpoint.entries.keys())
     keep = {axis: size for axis, size in member.sizes.items() if axis != "layer"}
-    for place in nest.layout.places(keep, nest.layers(member)):
+    places = nest.places(member)
+    for warning in nest.check_scales(member, checkpoint.read):
+        warnings.warn(warning, stacklevel=2)
+    for place in places:
         yield place.name, take(checkpoint.read(place.source), place.shape, nest.layout.sizes, keep, units=place.units)
 
 

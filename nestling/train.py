@@ -32,7 +32,7 @@ from nestling.data import Stream
 from nestling.distill import check_finite, forward_kl
 from nestling.elastic import ElasticModel, Run
 from nestling.export import export
-from nestling.nest import FULL, Member, Nest, open_nest
+from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest
 from nestling.plan import (
     Stage,
     TrainSettings,
@@ -74,7 +74,8 @@ def train(
     if Path(to).exists() and not overwrite:
         raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
     with parallel.process_group(settings.device) as (rank, world):
-        run = _Training(settings, open_nest(nest_folder), Path(to), rank=rank, world=world, say=say)
+        nest = open_plain_nest(nest_folder, verb="train")
+        run = _Training(settings, nest, Path(to), rank=rank, world=world, say=say)
         run.loop()
         return run.finish(overwrite=overwrite)
 
