@@ -135,7 +135,7 @@ def decode(folder: Path) -> dict[str, Tensor]:
             n for n in stored if n.rpartition(".")[0] == module and n.rpartition(".")[2] not in ("k_scale", "v_scale")
         ]
         state = {n.rpartition(".")[2]: stored[n] for n in names}
-        decoded[f"{module}.weight"] = kind.decompress(state, scheme)["weight"].detach()
+        decoded[f"{module}.weight"] = kind.decompress(state, scheme)["weight"].detach().contiguous()
         used |= set(names)
     return decoded | {n: t for n, t in stored.items() if n not in used and not n.endswith(("k_scale", "v_scale"))}
 

@@ -98,9 +98,7 @@ def _is_exotic(text: str, sizes: dict, keep: dict, every: int) -> bool:
     block stands at the end of a product. Refused; no architecture has it."""
     blocks = parse(text)[0]
     short = any(prod(f.size(sizes) for f in block) % every for block in blocks)
-    inner = any(
-        prod(f.size(sizes) for f in block[i:]) % every and i > 0 for block in blocks for i in range(len(block))
-    )
+    inner = any(prod(f.size(sizes) for f in block[i:]) % every and i > 0 for block in blocks for i in range(len(block)))
     return short or inner
 
 
