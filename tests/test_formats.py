@@ -491,3 +491,23 @@ def test_an_integer_matrix_under_a_known_method_is_refused(own, tmp_path):
     packing.rewrite(parent, lambda stored: stored.update({name: stored[name].view(torch.int8)}))
     with pytest.raises(ValueError, match=r"up_proj\.weight' is stored as I8"):
         cut(parent, {"hidden": 32}, tmp_path / "small")
+
+
+# The benchmark's input.
+
+
+def test_the_synthetic_checkpoint_is_one_that_can_be_sliced(tmp_path):
+    from benchmarks.packed import write_packed
+
+    small = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "mamba_num_heads": 8,
+             "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}  # fmt: skip
+    total = write_packed(tmp_path / "parent", pattern="MEM*E", shard_bytes=30_000, **small)
+    assert total == Checkpoint(tmp_path / "parent").nbytes
+    assert len(list((tmp_path / "parent").glob("*.safetensors"))) > 2
+    told = inspect(tmp_path / "parent")["quantization"]
+    assert told == {"layout": "compressed-tensors", "matrices": {"nvfp4": 2 + 2 * (4 * 2 + 2)}}
+    sliced = cut(tmp_path / "parent", {"hidden": 32, "expert": 2, "mamba": 2, "layer": 4}, tmp_path / "small")
+    decoded = packing.decode(sliced)
+    assert all(bool(tensor.isfinite().all()) for tensor in decoded.values())
+    assert plain_modules(sliced) <= set(ignored(sliced))
