@@ -38,7 +38,7 @@ SIZES = {
     "moe_shared_expert_intermediate_size": 3712,
     "intermediate_size": 1856,
 }
-PATTERN = "MEMEM*EME"  # about 8 % of the layers of the 30B, in its own proportions
+PATTERN = "MEMEM*EME"  # nine of the 52 layers; about 3.7 GB, most of it in four layers of experts
 FLOAT32 = ("A_log", "D", "dt_bias", "e_score_correction_bias")
 BUFFER = 1 << 26  # bytes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from nestling.axes import Factor, Keep, Shape
@@ -61,12 +61,16 @@ class Quantized:
     section: dict[str, Any] | None  # quantization_config of config.json
     sidecar: dict[str, Any] | None  # hf_quant_config.json
     headers: Headers
+    _found: dict[tuple[str, Shape], Matrix | None] = field(default_factory=dict, compare=False, repr=False)
 
     def matrix(self, layout: Layout, place: Place) -> Matrix | None:
         """The tensors that stand for a place of the plain layout; None if it is stored plainly."""
         if len(place.shape) < 2:
             return None
-        return find(place.source, place.shape, layout.sizes, self.headers, self.spelling, self.tiles)
+        key = (place.source, place.shape)
+        if key not in self._found:  # each of thousands of experts is asked for several times
+            self._found[key] = find(*key, layout.sizes, self.headers, self.spelling, self.tiles)
+        return self._found[key]
 
     def places(self, layout: Layout, keep: Keep, layers: Sequence[int] | None) -> list[Any]:
         """Every stored tensor of the model that keeps these units and layers, and where it comes from.
