@@ -122,6 +122,8 @@ def decode(folder: Path) -> dict[str, Tensor]:
         stored = {
             n: t.flatten(-3, -2).flatten(-2) if n.endswith("scale") and t.dim() == 4 else t for n, t in stored.items()
         }
+        if preset == "FP8_DYNAMIC":
+            stored = {n: t.unsqueeze(1) if n.endswith("weight_scale") else t for n, t in stored.items()}
     else:
         (group,) = config["config_groups"].values()
         scheme = QuantizationScheme.model_validate(group)
