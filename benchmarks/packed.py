@@ -74,7 +74,7 @@ def write_packed(
             shards, filled = [*shards, []], 0
         shards[-1].append(name)
         filled += size
-    buffer = memoryview(np.random.default_rng(0).integers(0x20, 0x7F, BUFFER, dtype=np.uint8)).cast("B")
+    buffer = memoryview(np.random.default_rng(0).integers(0x20, 0x7F, BUFFER, dtype=np.uint8).tobytes())
     total, listed = 0, {}
     with new_folder(to, overwrite=overwrite) as folder:
         for i, names in enumerate(shards, start=1):

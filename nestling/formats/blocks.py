@@ -58,9 +58,10 @@ def _block(block: Block, every: int, sizes: Sizes, keep: Keep, place: int) -> Bl
 
 def _whole(dim: Dim, every: int, sizes: Sizes) -> Dim | None:
     """For a dim that nothing cuts and that is one axis, the shape that keeps its name."""
-    if len(dim) > 1 or len(dim[0]) > 1 or not dim[0][0].axis or dim[0][0].every > 1:
+    factors = [factor for block in dim for factor in block]
+    if len(factors) > 1 or not factors[0].axis or factors[0].every > 1:
         return None
-    return ((Factor(dim[0][0].axis, 1, every),),)
+    return ((Factor(factors[0].axis, 1, every),),)
 
 
 def _innermost_cut(block: Block, sizes: Sizes, keep: Keep) -> int | None:
