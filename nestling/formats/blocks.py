@@ -28,7 +28,7 @@ def per_block(dim: Dim, every: int, sizes: Sizes, keep: Keep) -> Dim:
     cut = [_innermost_cut(block, sizes, keep) for block in dim]
     (total,) = dims((dim,), sizes)
     if all(place is None for place in cut):
-        return _whole(dim, every, sizes) or ((_number(-(-total // every)),),)
+        return _whole(dim, every) or ((_number(-(-total // every)),),)
     lengths = [prod(factor.size(sizes) for factor in block) for block in dim]
     if any(length % every for length in lengths[:-1]):
         axis, size = next(
@@ -56,7 +56,7 @@ def _block(block: Block, every: int, sizes: Sizes, keep: Keep, place: int) -> Bl
     return (*block[:place], Factor(factor.axis, 1, step), *([_number(entries)] if entries > 1 else []))
 
 
-def _whole(dim: Dim, every: int, sizes: Sizes) -> Dim | None:
+def _whole(dim: Dim, every: int) -> Dim | None:
     """For a dim that nothing cuts and that is one axis, the shape that keeps its name."""
     factors = [factor for block in dim for factor in block]
     if len(factors) > 1 or not factors[0].axis or factors[0].every > 1:
