@@ -24,7 +24,7 @@ from nestling import hf, tasks
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
 from nestling.data import Stream, read_documents
 from nestling.eval import kl_to, perplexity, solve
-from nestling.nest import FULL, Member, Nest, open_nest, write_nest
+from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest, write_nest
 from nestling.padded import stream_of
 from nestling.plan import TrainSettings, make_plan
 from nestling.report import report
@@ -164,7 +164,7 @@ def evaluate_folder(
     settings: BuildSettings, folder: str | Path, *, parent: str | Path, say: Say = print
 ) -> tuple[Nest, str]:
     """Measure every member of a nest against a parent. Returns the nest with results, and them as text."""
-    nest = open_nest(folder)
+    nest, _ = open_plain_nest(folder, verb="eval"), open_plain_nest(parent, verb="eval")
     recipe = nest.recipe.get("train", {})
     heldout = _heldout_blocks(settings, folder, loss_on=recipe.get("loss_on", "all"), pack=recipe.get("pack", True))
     found = evaluate(settings, nest, nest.members, hf.load_model(parent), heldout, say=say)
@@ -210,7 +210,7 @@ def members_rows(nest: Nest) -> list[list[str]]:
 
 def _check_plan(training: TrainSettings, parent: str | Path) -> None:
     """What training would refuse, before anything is scored."""
-    nest = open_nest(parent)
+    nest = open_plain_nest(parent, verb="build")
     nest.layout.check_cover(list(Checkpoint(parent).entries))
     make_plan(training, nest)
     Stream(training.data, hf.load_tokenizer(parent), length=1)

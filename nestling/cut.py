@@ -147,6 +147,12 @@ class Maps:
         flat = np.frombuffer(self.map(span.source.file), np.uint8, span.num_rows * span.width, span.start)
         return flat.reshape(span.num_rows, span.width)
 
+    def whole(self, source: Entry) -> np.ndarray:
+        """A tensor as it lies in the file: uint8 [bytes]; a view of the mapping."""
+        import numpy as np
+
+        return np.frombuffer(self.map(source.file), np.uint8, source.nbytes, source.start)
+
     def copy(self, span: Span, out: np.ndarray) -> None:
         """Write what stays of a span to out: uint8 [bytes that stay]."""
         rows, kept, at = self.values(span), out.reshape(span.num_rows, span.kept), 0

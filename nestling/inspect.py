@@ -19,7 +19,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
     """Everything that `nestling inspect` says, as plain values."""
     nest = open_nest(folder)
     checkpoint = nest.checkpoint
-    nest.layout.check_cover([name for name in nest.names if not name.startswith("mtp.")])
+    nest.check_cover([name for name in nest.names if not name.startswith("mtp.")])
     full = nest.cost(nest.member("full"))
     elastic, refused = nest.layout.elastic(), nest.layout.arch.refuse(nest.config)
     axes = {
@@ -49,6 +49,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
         "architecture": nest.layout.arch.model_type,
         **_costs(full),
         "bytes_on_disk": dtypes,
+        "quantization": nest.quantized.summary(nest.layout) if nest.quantized else {},
         "num_tensors": len(checkpoint.entries),
         "layers": list(nest.layout.kinds),
         "dropped_if_sorted": sorted(name for name in checkpoint.entries if name.startswith("mtp.")),
@@ -89,6 +90,7 @@ def describe(told: dict[str, Any]) -> str:
     lines = [
         f"{told['architecture']}, {len(told['layers'])} layers, {told['num_tensors']:,} tensors",
         f"bytes on disk: {on_disk}",
+        *([_quantization(told["quantization"])] if told["quantization"] else []),
         f"parameters {told['parameters']:,}, active for one token {told['active_parameters']:,}",
         f"weights: {weights}",
         f"caches: KV {told['kv_bytes_per_token']:,} bytes a token"
@@ -106,6 +108,11 @@ def describe(told: dict[str, Any]) -> str:
         extra = len(told["dropped_if_sorted"])
         lines += ["", f"{extra} multi-token-prediction tensors: not counted above; `nestling sort` needs --drop mtp."]
     return "\n".join(lines)
+
+
+def _quantization(told: dict[str, Any]) -> str:
+    stored = ", ".join(f"{n:,} matrices in {kind}" for kind, n in told["matrices"].items())
+    return f"quantized ({told['layout']}): {stored}; can be sliced, but not scored, sorted or trained"
 
 
 def _costs(cost: Cost) -> dict[str, Any]:

@@ -9,17 +9,18 @@ takes them for weights. A plain checkpoint is a nest with one member.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nestling.arch import Architecture, Config, Layout, find, kept_layers
+from nestling.arch import Architecture, Config, Layout, Place, find, kept_layers
 from nestling.axes import parse
 from nestling.checkpoint import Checkpoint, read_json, write_json
 from nestling.cost import Cost, cost
-from nestling.cut import equal_data
+from nestling.cut import Maps, equal_data
+from nestling.formats import SIDECAR, Quantized, detect
 from nestling.presets import PRESETS, Preset, find_preset
 
 VERSION = 1
@@ -54,6 +55,7 @@ class Nest:
     recipe: dict[str, Any] = field(default_factory=dict)
     parent: str = ""  # fingerprint of the parent's checkpoint
     fingerprint: str = ""  # of the weights that nest.json was written with
+    quantized: Quantized | None = None  # how the weights are stored, if not plainly
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -101,7 +103,47 @@ class Nest:
             for k, v in small.items()
             if is_respelled or k in self.stored or k in arch.config or v != self.config.get(k)
         }
-        return {k: v for k, v in self.stored.items() if k in small} | changed
+        described, _ = self.quantization(member)
+        return {k: v for k, v in self.stored.items() if k in small} | changed | described
+
+    def quantization(self, member: Member) -> tuple[Config, Config]:
+        """What describes a member's quantization: keys for its config.json, and files beside it; empty if plain."""
+        if self.quantized is None:
+            return {}, {}
+        root = self.layout.arch.layers.removesuffix("layers")
+        section, sidecar = self.quantized.describe(self.layout, prefix(member), self.layers(member), memory_root=root)
+        key = "quantization_config" if "quantization_config" in self.stored else "compression_config"
+        return (
+            {} if section is None else {key: section},
+            {} if sidecar is None else {SIDECAR: sidecar},
+        )
+
+    def places(self, member: Member) -> Iterable[Place]:
+        """Every tensor that a member's files hold, and where it comes from; illegal cuts are refused before the
+        first."""
+        keep, layers = prefix(member), self.layers(member)
+        return (
+            self.layout.places(keep, layers)
+            if self.quantized is None
+            else self.quantized.places(self.layout, keep, layers)
+        )
+
+    def check_cover(self, names: Iterable[str]) -> None:
+        """Every stored tensor is one that the architecture and the quantization know, and none is missing."""
+        if self.quantized is None:
+            self.layout.check_cover(names)
+        else:
+            self.quantized.check_cover(self.layout, names)
+
+    def check_scales(self, member: Member) -> list[str]:
+        """Every scale of what a member keeps is positive and finite; an error that lists those that are not. Returns
+        warnings; none for plain weights."""
+        if self.quantized is None:
+            return []
+        maps, entries = Maps(), self.checkpoint.entries
+        return self.quantized.check_scales(
+            lambda name: maps.whole(entries[name]), self.layout, self.layers(member), prefix(member)
+        )
 
     def member_layout(self, member: Member) -> Layout:
         """The names and shapes of a member as a checkpoint of its own."""
@@ -110,6 +152,11 @@ class Nest:
     def cost(self, member: Member) -> Cost:
         """What a member costs."""
         return cost(self.member_layout(member), window=self.config.get("sliding_window") or 0)
+
+
+def prefix(member: Member) -> dict[str, int]:
+    """The units that a member keeps along each axis but the layers."""
+    return {axis: size for axis, size in member.sizes.items() if axis != "layer"}
 
 
 def open_nest(folder: str | Path, *, presets: Sequence[Preset] = PRESETS) -> Nest:
@@ -129,6 +176,7 @@ def open_nest(folder: str | Path, *, presets: Sequence[Preset] = PRESETS) -> Nes
         members={FULL: whole},
         layer_order=tuple(range(len(layout.kinds))),
         fingerprint=checkpoint.fingerprint(),
+        quantized=_quantized(checkpoint),
     )
     if not (checkpoint.folder / "nest.json").is_file():
         preset = find_preset(arch.model_type, layout.sizes, presets)
@@ -147,6 +195,21 @@ def open_nest(folder: str | Path, *, presets: Sequence[Preset] = PRESETS) -> Nes
         recipe=told["recipe"],
         parent=told["parent"],
     )
+
+
+def open_plain_nest(folder: str | Path, *, verb: str) -> Nest:
+    """The same for a step that computes with the weights; quantized ones are refused."""
+    nest = open_nest(folder)
+    if nest.quantized is not None:
+        told = ", ".join(
+            f"{n} matrices in {kind}" for kind, n in nest.quantized.summary(nest.layout)["matrices"].items()
+        )
+        raise ValueError(
+            f"'{folder}' is quantized ({nest.quantized.spelling.method}: {told}), and `nestling {verb}` needs plain "
+            "weights (BF16 or FP32). Use the checkpoint that it was made from, and quantize last. Quantized "
+            "checkpoints can be inspected and sliced."
+        )
+    return nest
 
 
 def write_nest(nest: Nest, folder: Path) -> None:
@@ -225,7 +288,13 @@ def _layout_on_disk(arch: Architecture, config: Config, checkpoint: Checkpoint) 
     num_names = layouts[0].sizes.get("expert", 1) * len(layouts[0].kinds)
     if num_names > MAX_NAMES:
         raise ValueError(f"config.json of '{checkpoint.folder}' asks for {num_names:,} experts in all: it is broken.")
-    return max(layouts, key=lambda layout: len(layout.tensors.keys() & checkpoint.entries.keys()))
+    names = {name.removesuffix("_packed") for name in checkpoint.entries}  # how compressed-tensors marks 4-bit codes
+    return max(layouts, key=lambda layout: len(layout.tensors.keys() & names))
+
+
+def _quantized(checkpoint: Checkpoint) -> Quantized | None:
+    sidecar = checkpoint.folder / SIDECAR
+    return detect(checkpoint.config, read_json(sidecar) if sidecar.is_file() else None, checkpoint.entries)
 
 
 def _preset_members(preset: Preset) -> dict[str, Member]:

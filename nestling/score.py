@@ -25,6 +25,7 @@ from nestling.axes import Block, axes_of, dims
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
 from nestling.data import Stream
 from nestling.listen import CHANNELS, Batch, Listener, bypassed, evaluating, pad_right, run
+from nestling.nest import open_plain_nest
 from nestling.padded import stream_of
 
 VERSION = 1
@@ -300,10 +301,8 @@ def score_folder(
     say: Callable[[str], None],
     overwrite: bool = False,
 ) -> Scores:
-    """Score the model in a folder on JSONL files (see `nestling.data.Stream`) and write a folder of scores.
-
-    The data is read at most once.
-    """
+    """Score the model in a folder on JSONL files (see `nestling.data.Stream`), read at most once, and write the scores."""
+    open_plain_nest(parent, verb="score")
     model = hf.load_model(parent, dtype=settings.dtype, device=settings.device)
     tokenizer = hf.load_tokenizer(parent)
     stream = stream_of(data, tokenizer, pack=settings.pack, length=settings.length, seed=settings.seed)

@@ -68,7 +68,7 @@ def slice(
     knowingly.
     """
     work = plan(nest, member, drop=drop)
-    for line in notes(nest, member):
+    for line in [*notes(nest, member), *nest.check_scales(member)]:
         say(f"note: {line}")
     shards = plan_shards(((one.place.name, one.entry) for one in work), shard_bytes)
     cuts = {one.place.name: one for one in work}
@@ -78,7 +78,9 @@ def slice(
         index = {name: shard.name for shard in shards for name, _ in shard.tensors}
         write_index(folder, index, sum(shard.nbytes for shard in shards))
         copied = copy_sidecars(nest.folder, folder)
-        (folder / "README.md").write_text(_card(nest, member, Path(to), drop), "utf-8")
+        for name, described in nest.quantization(member)[1].items():
+            write_json(folder / name, described)
+        (folder / "README.md").write_text(_card(nest, member, Path(to), work, drop), "utf-8")
         # Last: without it a folder that a killed run leaves behind is no checkpoint to any loader.
         write_json(folder / "config.json", stored_config(nest, member, drop=drop))
         check_folder(folder)
@@ -97,7 +99,7 @@ def describe(nest: Nest, member: Member, *, shard_bytes: int = SHARD_BYTES, drop
     yield ""
     changes = config_changes(nest, stored_config(nest, member, drop=drop))
     yield from (f"config.json: {line}" for line in changes or ["nothing changes"])
-    yield from (f"note: {line}" for line in notes(nest, member))
+    yield from (f"note: {line}" for line in [*notes(nest, member), *nest.check_scales(member)])
     total = sum(shard.nbytes for shard in shards)
     yield f"{total:,} bytes of {nest.checkpoint.nbytes:,} in {len(work):,} tensors and {len(shards)} files"
     read, seconds = _sample(shards, {one.place.name: one for one in work})
@@ -228,7 +230,7 @@ def _check_room(folder: Path, nbytes: int, to: str | Path) -> None:
         )
 
 
-def _card(nest: Nest, member: Member, to: Path, drop: str) -> str:
+def _card(nest: Nest, member: Member, to: Path, work: Sequence[Stored], drop: str) -> str:
     cost, sizes = nest.cost(member), member.sizes
     kept = ", ".join(f"{axis} {n} of {nest.layout.sizes[axis]}" for axis, n in sizes.items()) or "everything"
     trained = "trained together with the nest" if member.is_trained else "an untrained size: nothing was tuned for it"
@@ -241,7 +243,7 @@ def _card(nest: Nest, member: Member, to: Path, drop: str) -> str:
         f"- keeps: {kept} ({trained})",
         *([f"- note: {member.note}"] if member.note else []),
         f"- parameters: {cost.parameters:,}, active for one token: {cost.active_parameters:,}",
-        f"- weights in bf16: {cost.bytes['bf16']:,} bytes",
+        f"- weights as stored: {sum(one.entry.nbytes for one in work):,} bytes",
         "- every kept value is the nest's own, in its own dtype; nothing was converted",
         *(["- the head for multi-token prediction was left out"] if drop == "mtp" else []),
     ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from nestling.arch import Layout
 from nestling.axes import take
 from nestling.checkpoint import Writer, copy_sidecars, new_folder, write_json
-from nestling.nest import Nest, open_nest, write_nest
+from nestling.nest import Nest, open_nest, open_plain_nest, write_nest
 
 Orders = Mapping[str, Tensor]  # elastic axis -> int64 [*enclosing axes, axis], best first
 
@@ -31,7 +31,7 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
     orders: axes that are not named stay as they are. drop: a prefix of tensor names to leave out knowingly, such as
     "mtp".
     """
-    nest = open_nest(parent)
+    nest = open_plain_nest(parent, verb="sort")
     checkpoint = nest.checkpoint
     layout = nest.layout
     dropped = {name for name in checkpoint.entries if drop and name.startswith(f"{drop}.")}

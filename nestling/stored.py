@@ -1,15 +1,14 @@
 """What a member is made of as files: every tensor that will be stored, where it is cut from, and its config.
 
-Between the table (`Layout.places`: parameters) and the files (tensors) stand three questions, each answered by one
-function here: which tensors the folder must hold (`check_cover`), which of them a member stores and in which shapes
-(`stored_places`), and what its config.json says (`stored_config`). A number format that stores one matrix as several
-tensors answers them differently; nothing else changes.
+Between the table (`Layout.places`: parameters) and the files (tensors) stand three questions: which tensors the folder
+must hold, which of them a member stores and in which shapes, and what its config.json says. A number format that stores
+one matrix as several tensors answers them differently, so the nest is asked; nothing else changes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from nestling.arch import Place
 from nestling.axes import axes_of, dims, to_text
 from nestling.checkpoint import read_json
 from nestling.cut import Cut, cut
-from nestling.nest import HEAD, Member, Nest
+from nestling.nest import HEAD, Member, Nest, prefix
 from nestling.shards import Entry
 
 HEADS = {"kv", "q", "head", "group", "mamba", "mdim"}  # axes that reach a width only together
@@ -47,21 +46,11 @@ def plan(nest: Nest, member: Member, *, drop: str = "") -> list[Stored]:
     checkpoint = nest.checkpoint
     check_cover(nest, drop=drop)
     keep, found = prefix(member), []
-    for place in stored_places(nest, member):
+    for place in nest.places(member):
         source = checkpoint.entries[place.source]
         check_shape(place, source, nest.layout.sizes)
         found.append(Stored(place, source, cut(place.shape, nest.layout.sizes, keep)))
     return found
-
-
-def prefix(member: Member) -> dict[str, int]:
-    """The units that a member keeps along each axis but the layers."""
-    return {axis: size for axis, size in member.sizes.items() if axis != "layer"}
-
-
-def stored_places(nest: Nest, member: Member) -> Iterator[Place]:
-    """Every tensor that a member stores: its name, where it comes from and its shape in axes."""
-    yield from nest.layout.places(prefix(member), nest.layers(member))
 
 
 def stored_config(nest: Nest, member: Member, *, drop: str = "") -> dict[str, Any]:
@@ -77,7 +66,7 @@ def check_cover(nest: Nest, *, drop: str = "") -> None:
     dropped = {name for name in nest.names if drop and name.startswith(f"{drop}.")}
     if drop and not dropped:
         raise ValueError(f"--drop {drop} has no effect: no tensor of '{nest.folder}' starts with '{drop}.'.")
-    nest.layout.check_cover(nest.names - dropped)
+    nest.check_cover(nest.names - dropped)
 
 
 def check_shape(place: Place, source: Entry, sizes: Mapping[str, int]) -> None:

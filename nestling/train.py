@@ -31,7 +31,7 @@ from nestling.checkpoint import read_json
 from nestling.distill import check_finite, forward_kl
 from nestling.elastic import ElasticModel, Run
 from nestling.export import export
-from nestling.nest import FULL, Member, Nest, open_nest
+from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest
 from nestling.padded import stream_of
 from nestling.plan import Stage, TrainSettings, learning_rate, make_plan
 from nestling.router import Router, budget_loss, hard_stairs, pull_to_full
@@ -65,7 +65,8 @@ def train(
     if Path(to).exists() and not overwrite:
         raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
     with parallel.process_group(settings.device) as (rank, world):
-        run = _Training(settings, open_nest(nest_folder), Path(to), rank=rank, world=world, say=say)
+        nest = open_plain_nest(nest_folder, verb="train")
+        run = _Training(settings, nest, Path(to), rank=rank, world=world, say=say)
         run.loop()
         return run.finish(overwrite=overwrite)
 

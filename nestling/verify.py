@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from nestling.axes import axes_of, take
 from nestling.checkpoint import INDEX, Checkpoint, read_json
 from nestling.cut import BLOCK, Maps, first_not_finite
-from nestling.nest import FULL, Member, Nest, open_nest
+from nestling.nest import FULL, Member, Nest, open_nest, prefix
 from nestling.shards import BYTES, Entry
-from nestling.stored import Stored, plan, prefix, remote_code, stored_config
+from nestling.stored import Stored, plan, remote_code, stored_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +39,8 @@ def check_folder(folder: str | Path) -> list[str]:
     checkpoint = nest.checkpoint
     drop = "mtp" if any(name.startswith("mtp.") for name in checkpoint.entries) else ""
     work = plan(nest, Member(name=FULL, sizes={}), drop=drop)
-    wrong = [*_index_faults(checkpoint), *_value_faults(checkpoint)]
+    wrong = [*_index_faults(checkpoint), *_value_faults(nest)]
+    warned = nest.check_scales(Member(name=FULL, sizes={}))
     absent = [name for name in remote_code(checkpoint.config) if not (checkpoint.folder / name).is_file()]
     wrong += [f"config.json names remote code in {name}, which is not there" for name in absent]
     if wrong:
@@ -55,6 +56,11 @@ def check_folder(folder: str | Path) -> list[str]:
         "dtypes: " + ", ".join(f"{dtype} in {n:,} tensors" for dtype, n in sorted(dtypes.items())),
         f"scales, norms and biases: finite (tensors of up to {SMALL:,} values with one dim, or named scale)",
     ]
+    if nest.quantized is not None:
+        told = nest.quantized.summary(nest.layout)
+        counts = ", ".join(f"{n:,} matrices in {kind}" for kind, n in told["matrices"].items())
+        lines.append(f"quantized, {told['layout']}: {counts}; every scale is there, above zero and finite")
+    lines += [f"note: {line}" for line in warned]
     if drop:
         lines.append("the head for multi-token prediction was not checked: Nestling has no table for it")
     told = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
@@ -80,6 +86,9 @@ def check_against(folder: str | Path, nest: Nest, member: Member) -> list[str]:
     differing = sorted(key for key in config.keys() | told.keys() if config.get(key) != told.get(key))
     if differing:
         raise ValueError(f"config.json of '{folder}' is not that of member {member.name}: {', '.join(differing)}.")
+    for file, described in nest.quantization(member)[1].items():
+        if not (Path(folder) / file).is_file() or read_json(Path(folder) / file) != described:
+            raise ValueError(f"{file} of '{folder}' is not that of member {member.name}.")
     maps = Maps()
     for name, one in expected.items():
         _check_tensor(one, small.entries[name], nest, prefix(member), maps)
@@ -96,14 +105,14 @@ def _index_faults(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"{INDEX} says total_size {total}, the shards hold {checkpoint.nbytes}"
 
 
-def _value_faults(checkpoint: Checkpoint) -> Iterator[str]:
-    """Infinities, NaN, and scales that are not above zero, in small tensors."""
+def _value_faults(nest: Nest) -> Iterator[str]:
+    """Infinities and NaN in small tensors, and scales that are not above zero where the nest does not know them."""
     maps = Maps()
-    for name, entry in checkpoint.entries.items():
-        is_scale = name.endswith(("_scale", "_scale_2", "_scale_inv"))
+    for name, entry in nest.checkpoint.entries.items():
+        is_scale = name.endswith(("_scale", "_scale_2", "_scale_inv")) and nest.quantized is None
         if not entry.nbytes or not (is_scale or (len(entry.shape) == 1 and entry.nbytes <= SMALL * BYTES[entry.dtype])):
             continue
-        values = _bytes(entry, maps)
+        values = maps.whole(entry)
         if first_not_finite(values, entry.dtype) is not None:
             yield f"tensor '{name}' in {entry.file.name} holds infinities or NaN"
         elif is_scale and entry.dtype in TORCH_NAMES and not _is_positive(values, entry.dtype):
@@ -114,13 +123,6 @@ def _is_positive(values: np.ndarray, dtype: str) -> bool:
     """Finite values given as bytes are all above zero: the sign bit is clear, and another bit is set."""
     bits = values.view(f"i{BYTES[dtype]}")
     return bool((bits > 0).all())
-
-
-def _bytes(entry: Entry, maps: Maps) -> np.ndarray:
-    """A tensor's bytes, as they lie in the file: uint8 [bytes]."""
-    import numpy as np
-
-    return np.frombuffer(maps.map(entry.file), np.uint8, entry.nbytes, entry.start)
 
 
 def _check_tensor(one: Stored, found: Entry, nest: Nest, keep: Mapping[str, int], maps: Maps) -> None:
@@ -167,6 +169,8 @@ def _rows(entry: Entry, rows: tuple[int, int], maps: Maps) -> Tensor:
 
 def _compare_logits(folder: str | Path, nest: Nest, member: Member) -> str:
     """Logits of a slice against the member on the nest's live weights, in float32, on random tokens."""
+    if nest.quantized is not None:
+        return "logits not compared: the nest is quantized, and its weights are not decoded here"
     if nest.layout.count() > LOGITS_LIMIT:
         return f"logits not compared: the nest has {nest.layout.count():,} parameters, it is run up to {LOGITS_LIMIT:,}"
     import torch

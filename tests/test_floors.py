@@ -21,8 +21,8 @@ CODE = [
 MAX_LINES = 400
 
 FLOORS = (
-    ("axes", "documents", "formats", "presets", "shards", "text", "traces"),
-    ("arch", "checkpoint", "cut", "tasks"),
+    ("axes", "documents", "presets", "shards", "text", "traces"),
+    ("arch", "checkpoint", "cut", "formats", "tasks"),
     ("hf", "cost", "data"),
     ("nest", "budget", "distill", "listen", "padded"),
     ("choose", "elastic", "sort", "stored", "plan", "router", "inspect", "quantize"),
@@ -181,7 +181,7 @@ def test_importing_the_package_loads_no_heavy_library():
         ("cost.py", "from nestling.nest import Nest"),
         ("cost.py", "from nestling.unheard_of import x"),
         ("arch/llama.py", "from ..cost import count"),
-        ("formats/fp8.py", "from nestling.axes import take"),
+        ("formats/fp8.py", "from nestling.arch import Place"),
         ("nest.py", "import transformers"),
         ("engine/batch.py", "from transformers import AutoModelForCausalLM"),
         ("nest.py", "def late():\n    import transformers.utils"),
