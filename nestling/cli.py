@@ -132,6 +132,8 @@ def _train(given: argparse.Namespace) -> None:
 def _slice_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("nest")
     parser.add_argument("member")
+    parser.add_argument("--format", default="", choices=("", "gguf"), help="gguf: one file for llama.cpp")
+    parser.add_argument("--gguf-type", default="bf16", help="of matrices: f32, f16, bf16 or q8_0 (default: bf16)")
     _add_to(parser)
 
 
@@ -141,9 +143,14 @@ def _slice(given: argparse.Namespace) -> None:
 
     nest = open_nest(given.nest)
     member = nest.member(given.member)
-    cut_member(nest, member, given.to, overwrite=given.overwrite)
+    if given.format == "gguf":
+        from nestling.to_gguf import write_gguf
+
+        to = write_gguf(nest, member, given.to, gguf_type=given.gguf_type, overwrite=given.overwrite)
+    else:
+        to = cut_member(nest, member, given.to, overwrite=given.overwrite)
     cost = nest.cost(member)
-    print(f"member {member.name}: {cost.parameters:,} parameters, {cost.active_parameters:,} active, in {given.to}")
+    print(f"member {member.name}: {cost.parameters:,} parameters, {cost.active_parameters:,} active, in {to}")
 
 
 def _eval_flags(parser: argparse.ArgumentParser) -> None:

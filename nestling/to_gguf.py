@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,20 @@ from torch import Tensor
 from nestling.arch import Config, Layout, Place
 from nestling.axes import axes_of, count, dims, parse, take
 from nestling.checkpoint import TORCH, Checkpoint, new_folder
+from nestling.gguf_arch import (
+    HYBRID,
+    MATRICES,
+    NAMES,
+    SIZES,
+    context_length,
+    gguf_name,
+    obstacles,
+    rearrange,
+    rename,
+    rope_factors,
+    rope_settings,
+    stored_shape,
+)
 from nestling.gguf_vocab import import_gguf, read_vocabulary
 from nestling.nest import Member, Nest
 
@@ -34,44 +47,6 @@ if TYPE_CHECKING:
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
 ROW_BLOCK = 1 << 24  # values converted at once: 64 MiB as float32
-
-# model_type -> general.architecture. nemotron_h with expert layers is an architecture of its own there.
-NAMES = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "nemotron_h": "nemotron_h",
-}  # fmt: skip
-OUTSIDE = {
-    "model.embed_tokens": "token_embd", "backbone.embeddings": "token_embd", "lm_head": "output",
-    "model.norm": "output_norm", "backbone.norm_f": "output_norm",
-}  # fmt: skip
-INSIDE = {  # within a layer, experts without their number: all experts of a layer become one tensor
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps", "block_sparse_moe.experts.w2": "ffn_down_exps",
-    "norm": "attn_norm", "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d", "mixer.A_log": "ssm_a",
-    "mixer.D": "ssm_d", "mixer.dt_bias": "ssm_dt.bias", "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out",
-    "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v", "mixer.o_proj": "attn_output",
-    "mixer.gate": "ffn_gate_inp", "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mixer.experts.up_proj": "ffn_up_exps", "mixer.experts.down_proj": "ffn_down_exps",
-    "mixer.shared_experts.up_proj": "ffn_up_shexp", "mixer.shared_experts.down_proj": "ffn_down_shexp",
-    "mixer.fc1_latent_proj": "ffn_latent_down", "mixer.fc2_latent_proj": "ffn_latent_up",
-    "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
-}  # fmt: skip
-MATRICES = re.compile(r"token_embd|output\.|attn_(q|k|v|output)\.|ffn_(gate|up|down|latent)(?!_inp)|ssm_(in|out)\.")
-# Key -> product of axes that it holds; written where the member's tensors have those axes.
-SIZES = {
-    "vocab_size": "vocab", "embedding_length": "hidden", "attention.head_count": "kv q",
-    "attention.key_length": "head", "attention.value_length": "head",
-    "expert_count": "expert", "expert_feed_forward_length": "effn", "expert_shared_feed_forward_length": "sffn",
-    "moe_latent_size": "latent", "ssm.conv_kernel": "conv", "ssm.inner_size": "group mamba mdim",
-    "ssm.state_size": "state", "ssm.time_step_rank": "group mamba", "ssm.group_count": "group",
-}  # fmt: skip
-HYBRID = "nemotron_h"
 
 
 def write_gguf(
@@ -112,18 +87,17 @@ def _write_file(nest: Nest, member: Member, file: Path, gguf_type: str, say: Cal
     vocabulary = read_vocabulary(nest.folder, layout.sizes["vocab"])
     plan = _plan(nest, member, layout, gguf_type)
     notes = [*_notes(layout, config, plan, gguf_type), *vocabulary.notes]
-    writer = gguf.GGUFWriter(file, _name(layout))
+    writer = gguf.GGUFWriter(file, gguf_name(layout))
     try:
         _add_metadata(writer, nest, member, layout, config, gguf_type)
         vocabulary.add_to(writer)
-        factors = _rope_factors(layout, config)
-        extra = [] if factors is None else [_Ready("rope_freqs.weight", factors)]
-        for one in (*extra, *plan):
+        every = [*_computed(layout, config), *plan]
+        for one in every:
             writer.add_tensor_info(one.name, one.shape, torch.empty(0).numpy().dtype, one.nbytes, one.dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for one in (*extra, *plan):
+        for one in every:
             writer.write_tensor_data(one)  # type: ignore[arg-type]  # it asks for nbytes and tofile alone
         assert writer.fout is not None
         for stream in writer.fout:
@@ -220,12 +194,12 @@ def _plan(nest: Nest, member: Member, layout: Layout, gguf_type: str) -> list[_P
 
     def cut(place: Place) -> Tensor:
         tensor = take(checkpoint.read(place.source), place.shape, nest.layout.sizes, keep, units=place.units)
-        return _rearrange(_rename(place.name), tensor, sizes, is_paired=is_paired)
+        return rearrange(rename(place.name), tensor, sizes, is_paired=is_paired)
 
     plan = []
-    for name, group in groupby(nest.layout.places(keep, nest.layers(member)), lambda place: _rename(place.name)):
+    for name, group in groupby(nest.layout.places(keep, nest.layers(member)), lambda place: rename(place.name)):
         places = list(group)
-        shape = _shape(name, dims(places[0].shape, sizes), sizes)
+        shape = stored_shape(name, dims(places[0].shape, sizes), sizes)
         if "_exps." in name:
             shape = (len(places), *shape)
         dtype = kinds[gguf_type.upper()] if MATRICES.search(name) and name.endswith("weight") else kinds.F32
@@ -235,58 +209,9 @@ def _plan(nest: Nest, member: Member, layout: Layout, gguf_type: str) -> list[_P
     return plan
 
 
-def _rename(name: str) -> str:
-    """The GGUF name of a tensor; all experts of a layer have the same."""
-    stem, _, end = name.rpartition(".")
-    inside = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.+)", name)
-    if inside is None:
-        return f"{OUTSIDE[stem]}.{end}"
-    layer, tail = inside[1], re.sub(r"experts\.\d+\.", "experts.", inside[2])
-    if tail in INSIDE:  # a parameter that is not called weight or bias: its whole name is in the table
-        return f"blk.{layer}.{INSIDE[tail]}"
-    stem, _, end = tail.rpartition(".")
-    if stem not in INSIDE:
-        raise ValueError(
-            f"GGUF has no name for '{name}'. If experts are fused in the files, load and save the model with "
-            "transformers: it writes one tensor for each expert."
-        )
-    return f"blk.{layer}.{INSIDE[stem]}.{end}"
-
-
-def _shape(name: str, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
-    """The shape in the file of a tensor that has `shape` here."""
-    if name.endswith(("ssm_a", "ssm_d")):
-        return (*shape, 1)
-    if name.endswith("ssm_conv1d.weight"):
-        return shape[0], shape[2]
-    if name.endswith("ssm_norm.weight"):
-        return sizes["group"], shape[0] // sizes["group"]
-    return shape
-
-
-def _rearrange(name: str, tensor: Tensor, sizes: dict[str, int], *, is_paired: bool) -> Tensor:
-    """The values in the order of the file; a view where strides allow. dim 0 stays the outermost.
-
-    is_paired: the architecture turns dims 2i and 2i + 1 of a head together (rope); transformers stores those that turn
-    together half a head apart.
-    """
-    if name.endswith("ssm_a"):
-        return -tensor.float().exp()  # stored as a logarithm; float32 as the stock model computes it
-    if is_paired and re.search(r"attn_[qk]\.", name):
-        heads = sizes["kv"] * (sizes["q"] if "attn_q" in name else 1)
-        return tensor.view(heads, 2, sizes["head"] // 2, *tensor.shape[1:]).transpose(1, 2)
-    return tensor
-
-
 def _effective(nest: Nest, member: Member) -> Config:
     """The member's config with every key that is read here, also those that a stored config leaves out."""
     return nest.layout.arch.resize(nest.config, nest.sizes(member), nest.layers(member))
-
-
-def _name(layout: Layout) -> str:
-    return NAMES[layout.arch.model_type] + (
-        "_moe" if layout.arch.model_type == HYBRID and "moe" in layout.kinds else ""
-    )
 
 
 def _check(layout: Layout, config: Config, gguf_type: str) -> None:
@@ -295,37 +220,9 @@ def _check(layout: Layout, config: Config, gguf_type: str) -> None:
         raise ValueError(f"GGUF type '{gguf_type}' is not one of {', '.join(TYPES)}.")
     if layout.arch.model_type not in NAMES:
         raise ValueError(f"GGUF is not written for '{layout.arch.model_type}', only for {', '.join(NAMES)}.")
-    wrong = [reason for is_wrong, reason in _obstacles(layout, config) if is_wrong]
+    wrong = obstacles(layout, config)
     if wrong:
-        raise ValueError(f"llama.cpp cannot run this member as {_name(layout)}: {'; '.join(wrong)}.")
-
-
-def _obstacles(layout: Layout, config: Config) -> Iterator[tuple[bool, str]]:
-    kinds, model_type = set(layout.kinds), layout.arch.model_type
-    if model_type == HYBRID:
-        yield {"moe", "mlp"} <= kinds, "it wants every feed-forward layer routed or none, this has both kinds"
-        yield config["use_bias"] or config.get("attention_bias", False), "it knows no bias of Mamba or attention"
-        yield config["mlp_bias"] and "moe" in kinds, "it knows no bias of shared experts (mlp_bias)"
-        yield config["n_group"] > 1, f"experts in n_group = {config['n_group']} groups have not been tried"
-        yield config.get("mlp_hidden_act", "relu2") != "relu2", "mlp_hidden_act is not relu2"
-        yield config.get("mamba_hidden_act", "silu") != "silu", "mamba_hidden_act is not silu"
-        return
-    rope = _rope(config)
-    yield (
-        rope["rope_type"] not in {"default", "linear", "llama3"},
-        (f"rope_type {rope['rope_type']} is not written; known: default, linear, llama3"),
-    )
-    yield rope.get("partial_rotary_factor", 1) != 1, "rope turns only a part of each head"
-    yield layout.sizes["head"] % 2 == 1, "head_dim is odd"
-    yield config.get("hidden_act", "silu") != "silu", "hidden_act is not silu"
-    if model_type == "qwen3_moe":
-        yield "dense" in kinds, "it wants experts in every layer (mlp_only_layers, decoder_sparse_step)"
-        yield (
-            not config["norm_topk_prob"],
-            "it renormalizes the chosen experts' weights, norm_topk_prob is false",
-        )
-    if model_type in {"qwen3", "qwen3_moe"}:
-        yield config["attention_bias"], "it knows no attention bias"
+        raise ValueError(f"llama.cpp cannot run this member as {gguf_name(layout)}: {'; '.join(wrong)}.")
 
 
 def _notes(layout: Layout, config: Config, plan: list[_Planned], gguf_type: str) -> Iterator[str]:
@@ -337,7 +234,7 @@ def _notes(layout: Layout, config: Config, plan: list[_Planned], gguf_type: str)
             f"{len(odd)} tensors stay bf16: q8_0 wants rows of a multiple of 32, theirs have {widths} "
             f"({odd[0].name}, ...)"
         )
-    if _context(layout, config) < config["max_position_embeddings"]:
+    if context_length(layout, config) < config["max_position_embeddings"]:
         yield (
             f"context length is {config['sliding_window']}, the sliding window: llama.cpp attends to everything there, "
             "which is the same up to that length"
@@ -349,40 +246,23 @@ def _notes(layout: Layout, config: Config, plan: list[_Planned], gguf_type: str)
         )
 
 
-def _context(layout: Layout, config: Config) -> int:
-    longest = config["max_position_embeddings"]
-    return min(longest, config["sliding_window"]) if "sliding_attention" in layout.kinds else longest
-
-
-def _rope(config: Config) -> dict[str, Any]:
-    """The rope settings in one spelling: newer configs keep them together, older ones in two places."""
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = told.get("rope_type", told.get("type", "default"))
-    return {"rope_theta": config.get("rope_theta", 10000.0), **told, "rope_type": kind}
-
-
-def _rope_factors(layout: Layout, config: Config) -> Tensor | None:
-    """What llama.cpp divides each of rope's frequencies by, float32 [head/2]; None where it is one everywhere.
-
-    Llama 3.1: wavelengths beyond the old context over `low_freq_factor` are stretched by `factor`, those below the old
-    context over `high_freq_factor` stay, and what lies between is interpolated in the frequency.
-    """
-    rope = _rope(config)
-    if layout.arch.model_type == HYBRID or rope["rope_type"] != "llama3":
-        return None
-    frequency = rope["rope_theta"] ** (
-        -torch.arange(0, layout.sizes["head"], 2, dtype=torch.float64) / layout.sizes["head"]
-    )
-    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / (share + (1 - share) / rope["factor"])).float()
+def _computed(layout: Layout, config: Config) -> Iterator[_Ready]:
+    """Tensors that llama.cpp wants and the checkpoint does not have."""
+    sizes = layout.sizes
+    if layout.arch.model_type == HYBRID and not config["use_conv_bias"]:
+        width = sizes["group"] * (sizes["mamba"] * sizes["mdim"] + 2 * sizes["state"])
+        for layer, kind in enumerate(layout.kinds):
+            if kind == "linear_attention":
+                yield _Ready(f"blk.{layer}.ssm_conv1d.bias", torch.zeros(width))  # it adds one without looking
+    factors = rope_factors(layout, config)
+    if factors is not None:
+        yield _Ready("rope_freqs.weight", factors)
 
 
 def _add_metadata(
     writer: GGUFWriter, nest: Nest, member: Member, layout: Layout, config: Config, gguf_type: str
 ) -> None:
-    gguf, arch, sizes = import_gguf(), _name(layout), layout.sizes
+    gguf, arch, sizes = import_gguf(), gguf_name(layout), layout.sizes
     kept = ", ".join(f"{axis} {size} of {nest.layout.sizes[axis]}" for axis, size in member.sizes.items())
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(f"member {member.name} of nest {nest.fingerprint}")
@@ -390,7 +270,7 @@ def _add_metadata(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     file_type = {"f32": "ALL_F32"}.get(gguf_type, f"MOSTLY_{gguf_type.upper()}")
     writer.add_file_type(gguf.LlamaFileType[file_type])
-    writer.add_context_length(_context(layout, config))
+    writer.add_context_length(context_length(layout, config))
     writer.add_block_count(sizes["layer"])
     places = list(layout.places())
     present = {axis for place in places for axis in axes_of(place.shape)} | {a for p in places for a in p.units}
@@ -405,7 +285,7 @@ def _add_metadata(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count_kv(sizes["kv"])
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-    rope = _rope(config)
+    rope = rope_settings(config)
     writer.add_rope_dimension_count(sizes["head"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
@@ -419,8 +299,6 @@ def _add_hybrid(writer: GGUFWriter, layout: Layout, config: Config) -> None:
     width = {"moe": sizes.get("effn", 0), "mlp": sizes.get("ffn", 0)}
     writer.add_feed_forward_length([width.get(kind, 0) for kind in layout.kinds])
     writer.add_head_count_kv([sizes["kv"] if kind == "full_attention" else 0 for kind in layout.kinds])
-    if "full_attention" not in layout.kinds:
-        writer.add_head_count(sizes["kv"] * sizes["q"])
     writer.add_layer_norm_rms_eps(config.get("layer_norm_epsilon", 1e-5))
     writer.add_layer_norm_eps(config.get("layer_norm_epsilon", 1e-5))  # some releases ask for this spelling
     if "moe" in layout.kinds:

@@ -1,4 +1,4 @@
-"""llama.cpp, as the PyPI wheel xllamacpp brings it, for tests: load a GGUF file, ask for tokens and log-probabilities."""
+"""llama.cpp, as the wheel xllamacpp brings it, for tests: load a GGUF file, ask it for tokens and log-probabilities."""
 
 import json
 import urllib.request

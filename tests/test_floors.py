@@ -23,7 +23,7 @@ MAX_LINES = 400
 FLOORS = (
     ("axes", "checkpoint", "documents", "formats", "text", "traces"),
     ("arch", "tasks"),
-    ("hf", "cost", "data"),
+    ("hf", "cost", "data", "gguf_arch"),
     ("nest", "budget", "distill", "listen", "gguf_vocab"),
     ("elastic", "sort", "slice", "plan", "router", "inspect", "quantize", "to_gguf"),
     ("score", "parallel", "export"),
