@@ -248,7 +248,8 @@ def test_the_command_writes_a_file_or_a_folder_and_refuses_to_overwrite(tmp_path
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, isn't it?  Two  spaces;\ttabs\nand\n\nlines. "
-    "Caf\u00e9 na\u00efve \u00dcber \u4f60\u597d \U0001f600 def f(x):\n    return x**2 + 10  # we'll see \r\n CamelCase HTMLParser2 "
+    "Caf\u00e9 na\u00efve \u00dcber \u4f60\u597d \U0001f600 def f(x):\n    return x**2 + 10  # we'll see \r\n "
+    "CamelCase HTMLParser2 "
 )
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 GPT2_LIKE = {
@@ -297,15 +298,15 @@ def sentencepiece():
     return inner
 
 
-def with_tokenizer(inner, folder, *, has_bos=False, **options):
+def with_tokenizer(inner, folder, *, has_bos=False, **changes):
     """A tiny Llama with this tokenizer and a chat template: tied embeddings, grouped heads."""
     if has_bos:
         inner.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", inner.token_to_id("<s>"))])
     size = inner.get_vocab_size() + 3  # rows beyond the tokenizer's own, as padded embeddings have
-    tiny.model("llama_tied", vocab_size=size).save_pretrained(folder)
+    tiny.model("llama_tied", vocab_size=size, **changes).save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token="<|im_end|>", unk_token="<unk>", pad_token="</s>",
-        clean_up_tokenization_spaces=False, **options,
+        clean_up_tokenization_spaces=False,
     )  # fmt: skip
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
