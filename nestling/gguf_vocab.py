@@ -105,6 +105,9 @@ def read_vocabulary(folder: Path, num_rows: int) -> Vocabulary:
             "transformers and save it there."
         )
     told = read_json(file)
+    kind = told["model"]["type"]
+    if kind not in ("BPE", "WordLevel"):
+        raise _refusal(f"its model is {kind}; BPE and single characters can be written")
     added = {one["id"]: one for one in told.get("added_tokens", [])}
     words: dict[int, str] = {i: word for word, i in told["model"]["vocab"].items()}
     if max([*words, *added]) >= num_rows:
@@ -121,7 +124,7 @@ def read_vocabulary(folder: Path, num_rows: int) -> Vocabulary:
         elif i in words:
             is_byte = vocabulary.model == "llama" and re.fullmatch("<0x[0-9A-F]{2}>", words[i])
             vocabulary.tokens.append(_spell(told, words[i]))
-            is_unused = told["model"]["type"] == "WordLevel" and len(words[i]) != 1  # text comes as single characters
+            is_unused = kind == "WordLevel" and len(words[i]) != 1  # text comes as single characters
             vocabulary.kinds.append(BYTE if is_byte else UNUSED if is_unused else NORMAL)
         else:
             vocabulary.tokens.append(f"[PAD{i}]")
@@ -131,11 +134,8 @@ def read_vocabulary(folder: Path, num_rows: int) -> Vocabulary:
 
 
 def _algorithm(told: dict[str, Any], words: dict[int, str], added: dict[int, Any]) -> Vocabulary:
-    kind = told["model"]["type"]
-    if kind == "WordLevel":
+    if told["model"]["type"] == "WordLevel":
         return _characters(told, words, added)
-    if kind != "BPE":
-        raise _refusal(f"its model is {kind}; BPE and single characters can be written")
     if told["model"].get("byte_fallback"):
         return _sentencepiece(told, words, added)
     return _byte_level(told, words, added)

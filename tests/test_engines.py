@@ -78,26 +78,33 @@ def test_a_member_loads_in_stock_transformers_and_answers(member, tmp_path):
     assert hf.load_tokenizer(folder).decode(answer)
 
 
-@pytest.mark.parametrize(("gguf_type", "bound"), [("f32", 2e-3), ("q8_0", 0.3)])
-def test_a_member_as_gguf_gives_llama_cpp_the_log_probabilities_of_transformers(member, gguf_type, bound, tmp_path):
+def test_a_member_as_gguf_gives_llama_cpp_the_log_probabilities_of_transformers(member, tmp_path):
     import engines
 
     nest, one, ids = member
-    file = write_gguf(nest, one, tmp_path / "out.gguf", gguf_type=gguf_type)
+    file = write_gguf(nest, one, tmp_path / "out.gguf", gguf_type="f32")
     folder = slice_member(nest, one, tmp_path / "out")
     table, answer = expected(folder, ids)
     tokenizer = hf.load_tokenizer(folder)
     with engines.served(file) as server:
-        worst = 0.0
         for n in (1, len(ids) // 2, len(ids)):
             found = engines.next_token(server, ids[:n], table.shape[-1])
-            seen = found.isfinite()
-            worst = max(worst, (found - table[n - 1])[seen].abs().max().item())
-            assert seen.sum() >= min(table.shape[-1], 100)
-        assert worst < bound
+            assert (found - table[n - 1]).abs().max() < 2e-3
         assert engines.tokenized(server, tokenizer.decode(ids)) == ids
-        if gguf_type == "f32":
-            assert engines.generated(server, ids, 12) == tokenizer.decode(answer, skip_special_tokens=True)
+        assert engines.generated(server, ids, 12) == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_a_member_as_q8_0_stays_within_two_hundredths_of_a_nat_of_transformers(member, tmp_path):
+    import engines
+
+    nest, one, ids = member
+    file = write_gguf(nest, one, tmp_path / "out.gguf", gguf_type="q8_0")
+    table, _ = expected(slice_member(nest, one, tmp_path / "out"), ids)
+    with engines.served(file) as server:
+        # Kullback-Leibler, as a rounded router may choose another expert, which moves unlikely tokens a lot.
+        for n in (1, len(ids) // 2, len(ids)):
+            found = engines.next_token(server, ids[:n], table.shape[-1])
+            assert (table[n - 1].exp() * (table[n - 1] - found)).sum() < 0.02
 
 
 def test_a_dense_member_gives_vllm_the_log_probabilities_and_the_answer_of_transformers(member, tmp_path):
