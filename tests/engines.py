@@ -5,6 +5,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ llama = pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip inst
 
 
 @contextmanager
-def served(file: Path, *, context: int = 256) -> Iterator[llama.Server]:
+def served(file: Path, *, context: int = 256) -> Iterator[Any]:
     """A llama.cpp server in this process, with everything in float32 that can be."""
     params = llama.CommonParams()
     params.model.path = str(file)
@@ -27,7 +28,7 @@ def served(file: Path, *, context: int = 256) -> Iterator[llama.Server]:
     yield llama.Server(params)
 
 
-def next_token(server: llama.Server, ids: list[int], num_tokens: int) -> Tensor:
+def next_token(server: Any, ids: list[int], num_tokens: int) -> Tensor:
     """Log-probabilities of the token after `ids`: [vocab], of raw logits."""
     asked = {"prompt": ids, "n_predict": 1, "n_probs": num_tokens, "temperature": 0.0, "cache_prompt": False}
     (content,) = server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
@@ -37,23 +38,23 @@ def next_token(server: llama.Server, ids: list[int], num_tokens: int) -> Tensor:
     return found
 
 
-def generated(server: llama.Server, ids: list[int], num_tokens: int) -> str:
+def generated(server: Any, ids: list[int], num_tokens: int) -> str:
     """What follows `ids`, greedily."""
     asked = {"prompt": ids, "n_predict": num_tokens, "temperature": 0.0, "cache_prompt": False}
     return server.handle_completions(asked)["choices"][0]["text"]
 
 
-def tokenized(server: llama.Server, text: str, *, with_special: bool = False) -> list[int]:
+def tokenized(server: Any, text: str, *, with_special: bool = False) -> list[int]:
     """The ids of a text; special tokens in the text are always seen. with_special: what starts or ends every text."""
     return _post(server, "tokenize", {"content": text, "add_special": with_special, "parse_special": True})["tokens"]
 
 
-def templated(server: llama.Server, messages: list[dict[str, str]]) -> str:
+def templated(server: Any, messages: list[dict[str, str]]) -> str:
     """The prompt that the file's chat template makes."""
     return _post(server, "apply-template", {"messages": messages})["prompt"]
 
 
-def _post(server: llama.Server, path: str, body: dict) -> dict:
+def _post(server: Any, path: str, body: dict) -> dict:
     request = urllib.request.Request(
         f"{server.listening_address}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
