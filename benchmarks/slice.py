@@ -1,7 +1,7 @@
 """How fast a member is cut out of a checkpoint, beside `cp` of as many bytes and beside transformers.
 
 The inputs are written here: nemotron_h with the shapes of the 30B and fewer layers (at least 8 GB, one tensor for each
-expert, random bytes repeated), and 6,000 small tensors. Rounds alternate between `nestling slice` and `cp` of a file
+expert, random bytes repeated), the same in NVFP4, and 6,000 small tensors. Rounds alternate between `nestling slice` and `cp` of a file
 of exactly as many bytes as the slice has, on the same disk; both wait until the data is on the disk. transformers
 loads the whole checkpoint, cuts in memory and saves, once. Each runs in a process of its own, whose private memory
 (RssAnon + RssShmem of /proc/self/status: what is resident, without mapped files) is sampled every few milliseconds.
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.packed import SIZES, write_packed
 from benchmarks.results import RESULTS, hardware, markdown, put
 from nestling.arch import find
 from nestling.axes import dims
@@ -32,10 +33,7 @@ from nestling.shards import Entry, header_bytes, plan_shards, read_header
 
 KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 NANO = {
-    "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "num_attention_heads": 32,
-    "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8,
-    "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 128, "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "intermediate_size": 1856,
+    "model_type": "nemotron_h", **SIZES,
     "tie_word_embeddings": False, "use_conv_bias": True, "dtype": "bfloat16",
 }  # fmt: skip
 SHRUNK = {
@@ -43,6 +41,8 @@ SHRUNK = {
     "mamba_head_dim": 8, "ssm_state_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 116, "moe_shared_expert_intermediate_size": 232, "intermediate_size": 116,
 }  # fmt: skip
+# NVFP4 wants multiples of 16.
+PACKED = SHRUNK | {"hidden_size": 160, "moe_intermediate_size": 112, "moe_shared_expert_intermediate_size": 224}
 FLOAT32 = ("A_log", "D", "dt_bias", "gate.weight", "e_score_correction_bias")
 
 # One process: what it runs comes as statements; it prints seconds and its most private memory.
@@ -104,13 +104,13 @@ class Input:
     """A checkpoint that the benchmark writes, and the sizes that are cut out of it."""
 
     name: str
-    write: Callable[[Path], None]
+    write: Callable[[Path], object]
     sizes: str
     has_stock: bool = True  # whether transformers loads and saves it too
 
 
 def inputs(is_small: bool) -> list[Input]:
-    """The inputs of the table. A quantized one is another entry: a function that writes its folder, and sizes."""
+    """The inputs of the table."""
     # Embedding and head 1.4 GB; an E layer 2.6 GB, an M layer 0.08 GB, an attention layer 0.05 GB.
     layers = "ME*E" if is_small else "MEM*EE"
     nano = config(layers, SHRUNK if is_small else {})
@@ -118,6 +118,12 @@ def inputs(is_small: bool) -> list[Input]:
     member = "hidden=120,effn=60" if is_small else "hidden=1920,effn=960"
     return [
         Input("30B with 6 layers, BF16, per expert", lambda to: write_checkpoint(nano, to), member),
+        Input(
+            "the same, NVFP4",
+            lambda to: write_packed(to, pattern=layers, **(PACKED if is_small else {})),
+            "hidden=96,effn=64" if is_small else member,
+            has_stock=False,
+        ),  # fmt: skip
         Input("small tensors", lambda to: write_checkpoint(many, to), "hidden=120,effn=60"),
     ]
 

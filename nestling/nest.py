@@ -200,16 +200,21 @@ def open_nest(folder: str | Path, *, presets: Sequence[Preset] = PRESETS) -> Nes
 def open_plain_nest(folder: str | Path, *, verb: str) -> Nest:
     """The same for a step that computes with the weights; quantized ones are refused."""
     nest = open_nest(folder)
+    check_plain(nest, verb=verb)
+    return nest
+
+
+def check_plain(nest: Nest, *, verb: str) -> None:
+    """Refuse quantized weights for a step that computes with them."""
     if nest.quantized is not None:
         told = ", ".join(
             f"{n} matrices in {kind}" for kind, n in nest.quantized.summary(nest.layout)["matrices"].items()
         )
         raise ValueError(
-            f"'{folder}' is quantized ({nest.quantized.spelling.method}: {told}), and `nestling {verb}` needs plain "
-            "weights (BF16 or FP32). Use the checkpoint that it was made from, and quantize last. Quantized "
+            f"'{nest.folder}' is quantized ({nest.quantized.spelling.method}: {told}), and `nestling {verb}` needs "
+            "plain weights (BF16 or FP32). Use the checkpoint that it was made from, and quantize last. Quantized "
             "checkpoints can be inspected and sliced."
         )
-    return nest
 
 
 def write_nest(nest: Nest, folder: Path) -> None:

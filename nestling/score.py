@@ -301,7 +301,7 @@ def score_folder(
     say: Callable[[str], None],
     overwrite: bool = False,
 ) -> Scores:
-    """Score the model in a folder on JSONL files (see `nestling.data.Stream`), read at most once, and write the scores."""
+    """Score the model in a folder on JSONL files (see `nestling.data.Stream`), which is read at most once."""
     open_plain_nest(parent, verb="score")
     model = hf.load_model(parent, dtype=settings.dtype, device=settings.device)
     tokenizer = hf.load_tokenizer(parent)

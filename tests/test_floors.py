@@ -23,10 +23,10 @@ MAX_LINES = 400
 FLOORS = (
     ("axes", "documents", "presets", "shards", "text", "traces"),
     ("arch", "checkpoint", "cut", "formats", "tasks"),
-    ("hf", "cost", "data"),
-    ("nest", "budget", "distill", "listen", "padded"),
+    ("hf", "cost", "data", "gguf_arch"),
+    ("nest", "budget", "distill", "listen", "padded", "gguf_vocab"),
     ("choose", "elastic", "sort", "stored", "plan", "router", "inspect", "quantize"),
-    ("score", "parallel", "export", "verify"),
+    ("score", "parallel", "export", "verify", "to_gguf"),
     ("slice", "train", "engine"),
     ("think", "eval", "report"),
     ("build", "serve"),
