@@ -180,7 +180,8 @@ def open_nest(folder: str | Path, *, presets: Sequence[Preset] = PRESETS) -> Nes
     )
     if not (checkpoint.folder / "nest.json").is_file():
         preset = find_preset(arch.model_type, layout.sizes, presets)
-        return plain if preset is None else replace(plain, members=plain.members | _preset_members(preset))
+        members = plain.members | (_preset_members(preset) if preset else {})
+        return _opened(replace(plain, members=members), checkpoint)
     told = read_json(checkpoint.folder / "nest.json")
     _check_told(told, plain)
     members = {name: Member(name=name, **entry) for name, entry in map(_read_member, told["members"].items())}
@@ -188,13 +189,14 @@ def open_nest(folder: str | Path, *, presets: Sequence[Preset] = PRESETS) -> Nes
         name: replace(member, sizes=check_sizes(layout, config, member.sizes, who=f"member '{name}'"))
         for name, member in members.items()
     }
-    return replace(
+    nest = replace(
         plain,
         members=members,
         layer_order=tuple(told["layer_order"]),
         recipe=told["recipe"],
         parent=told["parent"],
     )
+    return _opened(nest, checkpoint)
 
 
 def open_plain_nest(folder: str | Path, *, verb: str) -> Nest:
@@ -300,6 +302,12 @@ def _layout_on_disk(arch: Architecture, config: Config, checkpoint: Checkpoint) 
 def _quantized(checkpoint: Checkpoint) -> Quantized | None:
     sidecar = checkpoint.folder / SIDECAR
     return detect(checkpoint.config, read_json(sidecar) if sidecar.is_file() else None, checkpoint.entries)
+
+
+def _opened(nest: Nest, checkpoint: Checkpoint) -> Nest:
+    """The nest with the headers that are read already: of 6,000 tensors they take a while."""
+    vars(nest)["checkpoint"] = checkpoint
+    return nest
 
 
 def _preset_members(preset: Preset) -> dict[str, Member]:

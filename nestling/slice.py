@@ -160,7 +160,7 @@ def _write_block(block: Block, maps: Maps, local: Any, check_finite: bool) -> No
         _check_finite(block, data)
     handle = os.open(block.file, os.O_WRONLY)
     try:
-        rest, offset = memoryview(data), block.offset
+        rest, offset = data.data, block.offset
         while rest:
             written = os.pwrite(handle, rest, offset)
             rest, offset = rest[written:], offset + written

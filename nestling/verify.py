@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nestling.axes import axes_of, take
-from nestling.checkpoint import INDEX, Checkpoint, read_json
+from nestling.checkpoint import INDEX, TORCH, Checkpoint, read_json
 from nestling.cut import BLOCK, Maps, first_not_finite
 from nestling.nest import FULL, Member, Nest, open_nest, prefix
 from nestling.shards import BYTES, Entry
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 SMALL = 1024**2  # values; scales, norms and biases have fewer
 LOGITS_LIMIT = 50_000_000  # parameters of a nest whose logits are compared: it is run in float32
 ROUNDING = 2e-4  # of the logits' standard deviation, where kernels differ
-TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def check_folder(folder: str | Path) -> list[str]:
@@ -65,7 +64,7 @@ def check_folder(folder: str | Path) -> list[str]:
         lines.append("the head for multi-token prediction was not checked: Nestling has no table for it")
     told = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     most = max(dtypes, key=lambda dtype: sum(e.nbytes for e in checkpoint.entries.values() if e.dtype == dtype))
-    if told and most in TORCH_NAMES and told != TORCH_NAMES[most]:
+    if told and most in TORCH and told != TORCH[most]:
         lines.append(f"note: config.json says dtype {told}, most bytes are {most}: stock loaders convert on loading")
     return lines
 
@@ -115,7 +114,7 @@ def _value_faults(nest: Nest) -> Iterator[str]:
         values = maps.whole(entry)
         if first_not_finite(values, entry.dtype) is not None:
             yield f"tensor '{name}' in {entry.file.name} holds infinities or NaN"
-        elif is_scale and entry.dtype in TORCH_NAMES and not _is_positive(values, entry.dtype):
+        elif is_scale and entry.dtype in TORCH and not _is_positive(values, entry.dtype):
             yield f"scale '{name}' in {entry.file.name} has values that are not above zero"
 
 
