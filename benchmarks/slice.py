@@ -1,10 +1,11 @@
 """How fast a member is cut out of a checkpoint, beside `cp` of as many bytes and beside transformers.
 
 The inputs are written here: nemotron_h with the shapes of the 30B and fewer layers (at least 8 GB, one tensor for each
-expert, random bytes repeated), the same in NVFP4, and 6,000 small tensors. Rounds alternate between `nestling slice` and `cp` of a file
-of exactly as many bytes as the slice has, on the same disk; both wait until the data is on the disk. transformers
-loads the whole checkpoint, cuts in memory and saves, once. Each runs in a process of its own, whose private memory
-(RssAnon + RssShmem of /proc/self/status: what is resident, without mapped files) is sampled every few milliseconds.
+expert, random bytes repeated), the same in NVFP4, and 6,000 small tensors. Rounds alternate between `nestling slice`
+and `cp` of a file of exactly as many bytes as the slice has, on the same disk; both wait until the data is on the disk.
+transformers loads the whole checkpoint, cuts in memory and saves, once. Each runs in a process of its own, whose
+private memory (RssAnon + RssShmem of /proc/self/status: what is resident, without mapped files) is sampled every few
+milliseconds.
 
     python -m benchmarks.slice --dir runs/bench-slice              # needs about 20 GB there; --small takes seconds
 """
@@ -123,7 +124,7 @@ def inputs(is_small: bool) -> list[Input]:
             lambda to: write_packed(to, pattern=layers, **(PACKED if is_small else {})),
             "hidden=96,effn=64" if is_small else member,
             has_stock=False,
-        ),  # fmt: skip
+        ),
         Input("small tensors", lambda to: write_checkpoint(many, to), "hidden=120,effn=60"),
     ]
 
