@@ -191,7 +191,7 @@ def new_folder(to: str | Path, *, overwrite: bool = False, source: Path | None =
 
 
 def copy_sidecars(source: Path, to: Path) -> list[str]:
-    """Copy what lies beside the weights: tokenizer, chat template, generation config, licence. Returns the names.
+    """Copy what lies beside the weights: tokenizer, chat template, generation config, license. Returns the names.
 
     Weights, their index and config.json are written anew by whoever cuts the weights.
     """
