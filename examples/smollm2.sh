@@ -8,7 +8,7 @@ set -eu
 cd "$(dirname "$0")/.."
 work=${1:-runs/smollm2}
 python=.venv/bin/python
-tokens=${TOKENS:-60000}
+tokens=${TOKENS:-30720}
 # The router learns in the first stage: 100 steps of one short sequence. 1024 tokens a step after that.
 router_share=$(awk "BEGIN { print 100 / (100 + int($tokens / 1024)) }")
 
