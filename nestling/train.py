@@ -150,6 +150,7 @@ class _Training:
                 "train": asdict(self.settings),
                 "tokens": self.state.tokens,
                 "seconds": round(self.state.seconds, 1),
+                "threads": torch.get_num_threads(),
             }
             nest = replace(
                 self.nest, members={FULL: full, **ordered}, recipe=self.nest.recipe | recipe,
