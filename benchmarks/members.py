@@ -18,9 +18,10 @@ def main() -> None:
     args = parser.parse_args()
     nest = open_nest(args.nest)
     train = nest.recipe["train"]
+    machine = hardware(nest.recipe.get("threads"))
     made = (
         f"Made by `{args.command}`: {nest.recipe['tokens']:,} training tokens in "
-        f"{nest.recipe['seconds'] / 60:.1f} minutes, seed {train['seed']}, {train['dtype']}; {hardware()}."
+        f"{nest.recipe['seconds'] / 60:.1f} minutes, seed {train['seed']}, {train['dtype']}; {machine}."
     )
     text = f"{made}\n\n{markdown(members_rows(nest))}"
     put(args.block, text)

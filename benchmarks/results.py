@@ -12,15 +12,16 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results.md"
 
 
-def hardware() -> str:
-    """The machine in a line."""
+def hardware(threads: int | None = None) -> str:
+    """The machine in a line. threads: those of the run that is told of; by default of this process."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
+    threads = threads or torch.get_num_threads()
     version = torch.__version__.partition("+")[0]
-    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {version}"
+    return f"{model}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}, torch {version}"
 
 
 def put(block: str, text: str, page_file: Path = RESULTS) -> None:

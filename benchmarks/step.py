@@ -27,7 +27,7 @@ SMOLLM2 = {
     "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "tie_word_embeddings": True,
 }  # fmt: skip
 SHARES = (1.0, 0.70, 0.45, 0.25)
-REPEATS = 9
+REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def _timed(call: Callable[[], None]) -> float:
 
 def _smollm2() -> Case:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(SMOLLM2["vocab_size"], (2, 256), generator=generator)
+    ids = torch.randint(SMOLLM2["vocab_size"], (4, 256), generator=generator)
     model = hf.new_model(SMOLLM2, seed=0)
     with torch.no_grad():
         target = model(input_ids=ids, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Four questions about a nest of the reasoner, each answered by runs that differ in one thing:
+"""Three questions about a nest of the reasoner, each answered by runs that differ in one thing:
 
     alone     are members that were trained together as good as members distilled alone, with the same tokens?
     uniform   does the learned router beat shrinking all axes by the same share, at the same budgets and tokens?
@@ -14,11 +14,11 @@ Each run is kept under --to and not repeated; the tables go to docs/results.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for benchmarks.results,
 
 from benchmarks.results import hardware, markdown, put
 from nestling import hf
-from nestling.build import BuildSettings, evaluate_folder
+from nestling.build import evaluate_folder
 from nestling.data import padded_batches, read_documents
-from nestling.demo import PROBLEMS, reasoner
+from nestling.demo import PROBLEMS, demo_evaluation, reasoner
 from nestling.nest import FULL, Nest, open_nest
 from nestling.score import score_layers
 from nestling.sort import load_orders, sort
@@ -66,7 +66,8 @@ def alone(args: argparse.Namespace, joint: Nest, base: TrainSettings) -> None:
 def uniform(args: argparse.Namespace, joint: Nest, base: TrainSettings) -> None:
     """The same budgets and tokens, every axis shrunk by the same share; what the router's stage cost goes to the
     members."""
-    stages = (_stage(base.stage[-1], tokens=joint.recipe["tokens"]),)
+    told = [dict(part.split("=") for part in stage.split(",")) for stage in base.stage]
+    stages = (_stage(base.stage[-1], tokens=f"{sum(float(one['tokens']) for one in told):.0f}"),)
     settings = replace(
         _explicit(base, base.member, stages), router="uniform", router_axes=base.router_axes,
         router_floor=base.router_floor, router_choices=64,
@@ -120,22 +121,22 @@ def tables(args: argparse.Namespace, joint: Nest) -> None:
         put("depth", f"Width against depth at equal parameters. {made}\n\n{markdown(rows)}")
 
 
-def _run(args: argparse.Namespace, name: str, settings: TrainSettings, joint: Nest, **orders: Any) -> None:
+def _run(
+    args: argparse.Namespace, name: str, settings: TrainSettings, joint: Nest, *, layer_order: list[int] | None = None
+) -> None:
     """Train one variant from the sorted parent and evaluate it."""
     source = args.to / f"sorted-{name}"
     if not source.exists():
         found = load_orders(joint.folder)
-        if "layer_order" in orders:
-            found["layer"] = torch.tensor(orders["layer_order"])
+        if layer_order is not None:
+            found["layer"] = torch.tensor(layer_order)
         sort(reasoner(), found, source)
     if not (args.to / name).exists():
         print(f"== {name}", flush=True)
         train(settings, source, args.to / name)
     result = args.to / f"{name}.json"
     if not result.exists():
-        source = f"problems={args.data / 'heldout.jsonl'}"
-        chosen = BuildSettings(problems=PROBLEMS, heldout=source, heldout_length=192, max_thinking=192)
-        nest, text = evaluate_folder(chosen, args.to / name, parent=reasoner())
+        nest, text = evaluate_folder(demo_evaluation(args.data), args.to / name, parent=reasoner())
         print(text, flush=True)
         result.write_text(json.dumps({member: one.results for member, one in nest.members.items()}, indent=2) + "\n")
 
@@ -145,7 +146,7 @@ def _layer_order(args: argparse.Namespace) -> list[int]:
     saved = args.to / "layer_order.json"
     if not saved.exists():
         model, tokenizer = hf.load_model(reasoner()), hf.load_tokenizer(reasoner())
-        documents = list(read_documents(args.data / "train.jsonl", tokenizer))[:64]
+        documents = list(itertools.islice(read_documents(args.data / "train.jsonl", tokenizer), 64))
         batches = list(padded_batches(documents, batch=32, length=192, pad_id=int(str(tokenizer.pad_token_id or 0))))
         args.to.mkdir(parents=True, exist_ok=True)
         saved.write_text(json.dumps([int(i) for i in score_layers(model, batches).order]))

@@ -8,7 +8,7 @@ set -eu
 cd "$(dirname "$0")/.."
 work=${1:-runs/smollm2}
 python=.venv/bin/python
-tokens=${TOKENS:-60000}
+tokens=${TOKENS:-30720}
 # The router learns in the first stage: 100 steps of one short sequence. 1024 tokens a step after that.
 router_share=$(awk "BEGIN { print 100 / (100 + int($tokens / 1024)) }")
 
@@ -26,7 +26,7 @@ if [ ! -e "$work/nest" ]; then
         --router-share "$router_share" --router-weights 0 --router-lambda 2 \
         --score-tokens 16384 --score-length 256 --score-batch 8 \
         --heldout "sotu=$work/sotu.heldout.jsonl,brown=$work/brown.heldout.jsonl" \
-        --heldout-tokens 6144 --heldout-length 256
+        --heldout-tokens 4096 --heldout-length 256
 fi
 "$python" -m benchmarks.members "$work/nest" smollm2 --command examples/smollm2.sh
 "$python" examples/smollm2_show.py "$work/nest"

@@ -7,6 +7,7 @@ the end, with its scores, its training log and its report inside.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -23,10 +24,10 @@ from torch.nn.utils.rnn import pad_sequence
 from nestling import hf, tasks
 from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
 from nestling.data import Stream, read_documents
-from nestling.eval import kl_to, perplexity, solve
+from nestling.eval import compare, solve
 from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest, write_nest
 from nestling.padded import stream_of
-from nestling.plan import TrainSettings, make_plan
+from nestling.plan import Plan, TrainSettings, make_plan
 from nestling.report import report
 from nestling.score import Scores, ScoreSettings, random_scores, score_folder
 from nestling.slice import slice as cut_member
@@ -64,7 +65,7 @@ def build(
         raise ValueError(f"'{to}' would replace the parent '{parent}', which is read. Choose another folder.")
     # What would fail after minutes of work fails here, before there is a work folder that holds on to its settings.
     heldout = _heldout_blocks(settings, parent, loss_on=training.loss_on, pack=training.pack)
-    _check_plan(training, parent)
+    plan = _check_plan(training, parent)
     clock, work = time.monotonic(), to.with_name(to.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
     _check_same(work / "build.json", {**asdict(settings), **asdict(training), "parent": open_nest(parent).fingerprint})
@@ -79,7 +80,10 @@ def build(
         tokens=settings.score_tokens,
         length=settings.score_length,
         batch=settings.score_batch,
+        layers=any("layer" in member.sizes for member in plan.members.values()),
         pack=training.pack,
+        dtype=training.dtype,
+        device=training.device,
         seed=training.seed,
     )
 
@@ -117,7 +121,7 @@ def build(
     with new_folder(to, overwrite=overwrite) as folder:
         shutil.copytree(trained, folder, dirs_exist_ok=True)
         shutil.copytree(scores, folder / "nest" / "scores")
-        write_nest(replace(nest, members=members), folder)
+        write_nest(replace(nest, members=members, recipe=nest.recipe | {"build": asdict(settings)}), folder)
         report(folder, folder / "nest" / "report", say=lambda line: None)
     shutil.rmtree(work)
     nest = open_nest(to)
@@ -143,13 +147,9 @@ def evaluate(
             model = hf.load_model(cut_member(nest, member, Path(scratch) / "member"), device=str(teacher.device))
         one: dict[str, Any] = {}
         if heldout:
-            batches = [
-                {"input_ids": rows, "labels": labels}
-                for blocks in heldout.values()
-                for rows, labels in zip(*(x.split(16) for x in blocks), strict=True)
-            ]
-            one["kl"] = kl_to(teacher, model, batches)
-            one["perplexity"] = {source: perplexity(model, *blocks) for source, blocks in heldout.items()}
+            sums = {source: compare(teacher, model, _batches(*blocks)) for source, blocks in heldout.items()}
+            one["kl"] = sum(x.kl for x in sums.values()) / sum(x.num_tokens for x in sums.values())
+            one["perplexity"] = {source: math.exp(x.loss / x.num_tokens) for source, x in sums.items()}
         if problems:
             solved = solve(model, tokenizer, problems, max_thinking=settings.max_thinking)
             one |= {"accuracy": solved.accuracy, "accuracy_by_family": solved.families, "problems": solved.num_problems}
@@ -161,13 +161,19 @@ def evaluate(
 
 
 def evaluate_folder(
-    settings: BuildSettings, folder: str | Path, *, parent: str | Path, say: Say = print
-) -> tuple[Nest, str]:
-    """Measure every member of a nest against a parent. Returns the nest with results, and them as text."""
+    settings: BuildSettings, folder: str | Path, *, parent: str | Path, pack: bool | None = None,
+    loss_on: str | None = None, device: str = "cpu", say: Say = print,
+) -> tuple[Nest, str]:  # fmt: skip
+    """Measure every member of a nest against a parent. Returns the nest with results, and them as text.
+
+    pack, loss_on: how held-out text is read, as in training; by default as the nest's recipe says, else packed and all.
+    """
     nest, _ = open_plain_nest(folder, verb="eval"), open_plain_nest(parent, verb="eval")
     recipe = nest.recipe.get("train", {})
-    heldout = _heldout_blocks(settings, folder, loss_on=recipe.get("loss_on", "all"), pack=recipe.get("pack", True))
-    found = evaluate(settings, nest, nest.members, hf.load_model(parent), heldout, say=say)
+    loss_on = loss_on or recipe.get("loss_on", "all")
+    pack = recipe.get("pack", True) if pack is None else pack
+    heldout = _heldout_blocks(settings, folder, loss_on=loss_on, pack=pack)
+    found = evaluate(settings, nest, nest.members, hf.load_model(parent, device=device), heldout, say=say)
     nest = replace(nest, members={name: replace(member, results=found[name]) for name, member in nest.members.items()})
     return nest, members_table(nest)
 
@@ -208,12 +214,12 @@ def members_rows(nest: Nest) -> list[list[str]]:
     return rows
 
 
-def _check_plan(training: TrainSettings, parent: str | Path) -> None:
+def _check_plan(training: TrainSettings, parent: str | Path) -> Plan:
     """What training would refuse, before anything is scored."""
     nest = open_plain_nest(parent, verb="build")
     nest.layout.check_cover(list(Checkpoint(parent).entries))
-    make_plan(training, nest)
     Stream(training.data, hf.load_tokenizer(parent), length=1)
+    return make_plan(training, nest)
 
 
 def _check_same(file: Path, told: dict[str, Any]) -> None:
@@ -232,6 +238,11 @@ def _check_same(file: Path, told: dict[str, Any]) -> None:
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
+
+
+def _batches(ids: Tensor, labels: Tensor) -> list[dict[str, Tensor]]:
+    pairs = zip(ids.split(16), labels.split(16), strict=True)
+    return [{"input_ids": rows, "labels": told} for rows, told in pairs]
 
 
 def _heldout_blocks(
@@ -266,6 +277,11 @@ def _heldout_blocks(
             labels = torch.full_like(ids, -100)
             labels[:, 1:] = ids[:, 1:].where(counted[:, :-1], labels[:, 1:])
             rows.append((ids[0], labels[0]))
+        if not any((told != -100).any() for _, told in rows):
+            raise ValueError(
+                f"nothing in held-out source '{path}' counts with loss_on '{loss_on}' in blocks of {length} tokens: "
+                "raise heldout_length."
+            )
         ids = pad_sequence([one for one, _ in rows], batch_first=True)
         labels = pad_sequence([one for _, one in rows], batch_first=True, padding_value=-100)
         found[name] = ids, labels

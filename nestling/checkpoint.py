@@ -250,7 +250,7 @@ def check_destination(to: Path, *, overwrite: bool = False, source: Path | None 
 
 
 def copy_sidecars(source: Path, to: Path) -> list[str]:
-    """Copy what lies beside the weights: tokenizer, chat template, generation config, licence. Returns the names.
+    """Copy what lies beside the weights: tokenizer, chat template, generation config, license. Returns the names.
 
     Weights, their index and the descriptions in REWRITTEN are left to whoever cuts the weights. A symbolic link that
     leads out of the folder is refused: what it shows may be private. The hub's cache is made of such links, to files

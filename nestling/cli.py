@@ -26,6 +26,9 @@ WITHOUT_TORCH = {"inspect", "slice", "verify"}  # or only where they must: impor
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
 
 
+EVALUATED = ("problems", "max_thinking", "heldout", "heldout_tokens", "heldout_length")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="nestling", description="Several language models in one checkpoint.")
@@ -135,6 +138,7 @@ def _train(given: argparse.Namespace) -> None:
 
 def _eval_flags(parser: argparse.ArgumentParser) -> None:
     from nestling.build import BuildSettings
+    from nestling.plan import TrainSettings
 
     parser.add_argument("nest")
     parser.add_argument(
@@ -143,18 +147,21 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", default="", help="JSON file to write the results to")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
-    for name in ("problems", "heldout", "heldout_tokens", "heldout_length"):
+    for name in EVALUATED:
         _add_field(parser, BuildSettings, name)
+    for name in ("pack", "loss_on", "device"):
+        _add_field(parser, TrainSettings, name)
 
 
 def _eval(given: argparse.Namespace) -> None:
     from nestling.build import BuildSettings, evaluate_folder
 
-    names = {"problems", "heldout", "heldout_tokens", "heldout_length"}
-    settings = BuildSettings(**{k: v for k, v in vars(given).items() if k in names and v is not None})
+    told = {k: v for k, v in vars(given).items() if v is not None}
+    settings = BuildSettings(**{k: v for k, v in told.items() if k in EVALUATED})
+    changed = {k: told[k] for k in ("pack", "loss_on", "device") if k in told}
     # Standard output is the JSON alone, so that a program can read it.
     say = (lambda line: print(line, file=sys.stderr)) if given.json else print
-    nest, table = evaluate_folder(settings, given.nest, parent=given.parent or given.nest, say=say)
+    nest, table = evaluate_folder(settings, given.nest, parent=given.parent or given.nest, say=say, **changed)
     results = {name: member.results for name, member in nest.members.items()}
     if given.to:
         Path(given.to).write_text(json.dumps(results, indent=2) + "\n")

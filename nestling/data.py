@@ -79,6 +79,13 @@ class Stream:
         ids, counts = (torch.tensor(each) for each in zip(*blocks, strict=True))
         return ids, torch.ones_like(counts), counts
 
+    def next_document(self) -> list[int]:
+        """The next whole document; for who reads documents, not blocks."""
+        self._current = self._furthest_behind()
+        document = self._sources[self._current].advance(self.tokenizer)
+        self.num_tokens += len(document)
+        return document
+
     def set_length(self, length: int) -> None:
         """Cut blocks of another length from the next token on."""
         if length < 1:

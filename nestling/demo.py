@@ -51,7 +51,15 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
     )
 
 
-def demo(to: str | Path, *, tokens: float = 1.2e6, say: Say = print, overwrite: bool = False) -> Nest:
+def demo_evaluation(data: Path) -> BuildSettings:
+    """How the demo's nest is scored and measured. data: the folder with heldout.jsonl."""
+    return BuildSettings(
+        score_tokens=100_000, score_length=192, score_batch=32, problems=PROBLEMS,
+        heldout=f"problems={data / 'heldout.jsonl'}", heldout_length=192, max_thinking=192,
+    )  # fmt: skip
+
+
+def demo(to: str | Path, *, tokens: float = 1e6, say: Say = print, overwrite: bool = False) -> Nest:
     """Build the nest, print its table, cut its smallest member and let it solve a problem."""
     to = Path(to)
     data, smallest = to.with_name(to.name + ".data"), to.with_name(to.name + "-smallest")
@@ -64,12 +72,13 @@ def demo(to: str | Path, *, tokens: float = 1.2e6, say: Say = print, overwrite: 
         with new_folder(data) as folder:
             tasks.write_jsonl(folder / "train.jsonl", "train", TRAIN_PROBLEMS)
             tasks.write_jsonl(folder / "heldout.jsonl", "test", PROBLEMS)
-    settings = BuildSettings(
-        score_tokens=100_000, score_length=192, score_batch=32, problems=PROBLEMS,
-        heldout=f"problems={data / 'heldout.jsonl'}", heldout_length=192, max_thinking=192,
-    )  # fmt: skip
     nest = build(
-        settings, demo_settings(str(data / "train.jsonl"), tokens=tokens), reasoner(), to, say=say, overwrite=overwrite
+        demo_evaluation(data),
+        demo_settings(str(data / "train.jsonl"), tokens=tokens),
+        reasoner(),
+        to,
+        say=say,
+        overwrite=overwrite,
     )
     say("")
     say(members_table(nest))

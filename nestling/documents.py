@@ -44,8 +44,8 @@ def prompt_length(document: dict[str, Any], ids: list[int], tokenizer: Tokenizer
         *before, last = document["messages"]
         if last["role"] != "assistant":
             return len(ids)
-        options = {"tools": document.get("tools"), "tokenize": False, "add_generation_prompt": True}
-        start = tokenizer(tokenizer.apply_chat_template(before, **options), add_special_tokens=False)["input_ids"]
+        text = _apply(before, document.get("tools"), tokenizer, add_generation_prompt=True)
+        start = tokenizer(text, add_special_tokens=False)["input_ids"]
     # A tokenizer may merge across the border: only what both have in common is surely prompt.
     return next((i for i, (a, b) in enumerate(zip(start, ids, strict=False)) if a != b), min(len(start), len(ids)))
 
@@ -68,10 +68,14 @@ def _render(messages: Any, tools: Any, tokenizer: Tokenizer) -> str:
         raise ValueError(
             "`messages` need a chat template, and this tokenizer has none: set tokenizer.chat_template, or use `text`."
         )
-    template = tokenizer.get_chat_template(tools=tools)
-    messages = [_spell_reasoning(message, template) for message in messages]
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    text = _apply(messages, tools, tokenizer)
     return text.rstrip() if text.rstrip().endswith(tokenizer.eos_token) else text
+
+
+def _apply(messages: Any, tools: Any, tokenizer: Tokenizer, **options: Any) -> str:
+    template = tokenizer.get_chat_template(tools=tools)
+    spelled = [_spell_reasoning(message, template) for message in messages]
+    return tokenizer.apply_chat_template(spelled, tools=tools, tokenize=False, **options)
 
 
 def _spell_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def prompt(tokenizer: Any, problem: tasks.Problem) -> str:
 
 @torch.inference_mode()
 def perplexity(model: Any, blocks: Tensor, labels: Tensor | None = None, *, batch_size: int = 8) -> float:
-    """exp of the mean loss a token over packed blocks. The mean is summed in float64.
+    """exp of the mean loss a token. The mean is summed in float64.
 
     blocks: [block, time]  token ids; each block's first token is context only. labels: [block, time]  the same ids, and
     -100 where a token does not count; without, all count.
@@ -121,24 +121,41 @@ def perplexity(model: Any, blocks: Tensor, labels: Tensor | None = None, *, batc
     return float(torch.tensor(total / count, dtype=torch.float64).exp())
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A student beside its teacher: sums over the tokens that count, in nats."""
+
+    kl: float  # KL(teacher || student)
+    loss: float  # -log of the student's probability of the token that follows
+    num_tokens: int
+
+
 @torch.inference_mode()
-def kl_to(teacher: Any, student: Any, batches: Iterable[dict[str, Tensor]], *, chunk: int = 4096) -> float:
-    """Mean KL(teacher || student) a token, in nats: float32 terms in chunks of tokens, summed in float64.
+def compare(teacher: Any, student: Any, batches: Iterable[dict[str, Tensor]], *, chunk: int = 4096) -> Comparison:
+    """KL and loss of one pass each: float32 terms in chunks of tokens, summed in float64.
 
     batches: dicts with `input_ids` [batch, time] and, where there is padding, `attention_mask`. Where a batch has
     `labels`, only positions that predict a label other than -100 count; without, all that predict a real token.
     """
-    total, count = 0.0, 0
+    kl, loss, count = 0.0, 0.0, 0
     for batch in batches:
         inputs = {name: batch[name].to(teacher.device) for name in ("input_ids", "attention_mask") if name in batch}
         counts = _counted(batch).to(teacher.device)
+        after = inputs["input_ids"].roll(-1, dims=1)[counts]
         p = teacher(**inputs, use_cache=False).logits[counts]  # [token, vocab]
         q = student(**inputs, use_cache=False).logits[counts]
-        for p_part, q_part in zip(p.split(chunk), q.split(chunk), strict=True):
+        for p_part, q_part, told in zip(p.split(chunk), q.split(chunk), after.split(chunk), strict=True):
             log_p, log_q = p_part.float().log_softmax(-1), q_part.float().log_softmax(-1)
-            total += F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).double().sum().item()
+            kl += F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).double().sum().item()
+            loss += F.nll_loss(log_q, told, reduction="none").double().sum().item()
         count += int(counts.sum())
-    return total / count
+    return Comparison(kl, loss, count)
+
+
+def kl_to(teacher: Any, student: Any, batches: Iterable[dict[str, Tensor]], *, chunk: int = 4096) -> float:
+    """Mean KL(teacher || student) a token, in nats; batches as in `compare`."""
+    found = compare(teacher, student, batches, chunk=chunk)
+    return found.kl / found.num_tokens
 
 
 def _decode(model: Any, ids: list[list[int]], max_new_tokens: int, stops: Tensor) -> list[list[int]]:

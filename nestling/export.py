@@ -14,6 +14,7 @@ from nestling import hf
 from nestling.checkpoint import TORCH, Checkpoint, Writer, copy_sidecars, new_folder, write_json
 from nestling.nest import Nest, write_nest
 from nestling.router import Router
+from nestling.sort import ORDERS
 
 
 def export(
@@ -46,8 +47,8 @@ def export(
         write_json(folder / "config.json", nest.stored)
         copy_sidecars(nest.folder, folder)
         (folder / "nest").mkdir()
-        for file in sorted((nest.folder / "nest").glob("*")) if (nest.folder / "nest").is_dir() else ():
-            shutil.copyfile(file, folder / "nest" / file.name)
+        if (nest.folder / ORDERS).is_file():  # scores, router and report are of the run that made them
+            shutil.copyfile(nest.folder / ORDERS, folder / ORDERS)
         if router is not None:
             choices = {axis: ",".join(map(str, sizes)) for axis, sizes in router.choices.items()}
             state = {name: tensor.detach().cpu().contiguous() for name, tensor in router.state_dict().items()}

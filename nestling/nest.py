@@ -2,7 +2,7 @@
 
 The weights are the sorted parent's, so stock loaders read the folder as the full model. Each member keeps the first
 units along every axis (and some of the layers). `nest/orders.safetensors` says which of the parent's units stand
-where, and `nest/router.safetensors` how the sizes were learnt; both lie in a folder of their own so that no loader
+where, and `nest/router.safetensors` how the sizes were learned; both lie in a folder of their own so that no loader
 takes them for weights. A plain checkpoint is a nest with one member.
 """
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nestling.data import Stream, pad, shuffle
+from nestling.data import Stream, pad, padded_batches, shuffle
 from nestling.documents import Tokenizer
 
 
@@ -70,6 +71,32 @@ class PaddedStream(Stream):
         taken = sum(source.taken for source in self._sources)
         order = shuffle(len(chunks), f"{self.seed} {taken}").tolist()
         self._rows, self._used, self._chunk = [row for i in order for row in chunks[i]], 0, chunk
+
+
+def one_pass(
+    stream: Stream, tokens: int, *, batch: int, pack: bool, say: Callable[[str], None]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches (ids, mask; each [batch, time]) until `tokens` are read or the data ends: nothing is read twice."""
+    if not pack:
+        tokenizer = stream.tokenizer
+        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        yield from padded_batches(_documents(stream, tokens, say), batch=batch, length=stream.length, pad_id=pad_id)
+        return
+    while (before := stream.num_tokens) < tokens:
+        ids = stream.next_batch(batch)
+        if min(stream.epochs.values()) > 0:
+            say(f"the data ends after {before} of the {tokens} tokens asked for")
+            return
+        yield ids, torch.ones_like(ids, dtype=torch.bool)
+
+
+def _documents(stream: Stream, tokens: int, say: Callable[[str], None]) -> Iterator[list[int]]:
+    while (before := stream.num_tokens) < tokens:
+        document = stream.next_document()
+        if min(stream.epochs.values()) > 0:
+            say(f"the data ends after {before} of the {tokens} tokens asked for")
+            return
+        yield document
 
 
 def stream_of(sources: str | Sequence[str], tokenizer: Tokenizer, *, pack: bool, **settings: Any) -> Stream:

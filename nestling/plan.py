@@ -40,7 +40,7 @@ class TrainSettings:
     clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # of AdamW
     beta2: float = 0.98  # of AdamW; beta1 is 0.9
-    dtype: str = "fp32"  # arithmetic: fp32, or bf16 under autocast; the trained weights are fp32 either way
+    dtype: str = "fp32"  # arithmetic: fp32, or bf16 under autocast; weights are fp32 while they train
     device: str = "cpu"  # cpu or cuda
     seed: int = 0  # of data order, router and draws
     checkpoint: int = 200  # steps between two checkpoints
@@ -49,6 +49,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.router not in {"learned", "uniform"}:
             raise ValueError(f"router '{self.router}' is not known: expected 'learned' or 'uniform'.")
+        if self.loss_on not in {"all", "completion"}:
+            raise ValueError(f"loss_on '{self.loss_on}' is not known: expected 'all' or 'completion'.")
         if self.dtype not in {"fp32", "bf16"}:
             raise ValueError(f"dtype '{self.dtype}' is not known: expected fp32 or bf16.")
         if not 0 < self.router_share < 1:
@@ -103,6 +105,8 @@ def make_plan(settings: TrainSettings, nest: Nest, *, world: int = 1) -> Plan:
 def parse_stages(texts: Sequence[str], names: Sequence[str], *, blocks: int) -> list[Stage]:
     """Stages from texts such as "tokens=4e6,length=1024,batch=8,lr=1e-4,weights=0.5/0.3/0.2".
 
+    tokens: places in the batches, length x batch a step, padding included.
+
     names: the members, the full one first, in the order of the weights. blocks: batches in one optimizer step, all
     ranks.
     """
@@ -153,8 +157,15 @@ def count_soft_steps(stages: Sequence[Stage], share: float, names: Collection[st
             "stages more tokens, or lower router_share."
         )
     starts = [sum(stage.steps for stage in stages[:i]) for i in range(len(stages))]
+    soft = [stage for stage, start in zip(stages, starts, strict=True) if start < steps]
+    for stage in soft:
+        if not any(stage.weights[name] for name in names):
+            raise ValueError(
+                f"no budget has a weight in a stage that the router learns in (the first {steps} steps): give one to "
+                f"{' or '.join(names)} there."
+            )
     for name in names:
-        if not any(stage.weights[name] for stage, start in zip(stages, starts, strict=True) if start < steps):
+        if not any(stage.weights[name] for stage in soft):
             raise ValueError(
                 f"member '{name}' has weight 0 while the router learns (the first {steps} steps), so its sizes would "
                 "be drawn at random: give it a weight there, or sizes of its own."

@@ -26,7 +26,7 @@ from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
 from nestling.data import Stream
 from nestling.listen import CHANNELS, Batch, Listener, bypassed, evaluating, pad_right, run
 from nestling.nest import open_plain_nest
-from nestling.padded import stream_of
+from nestling.padded import one_pass
 
 VERSION = 1
 ACTIVATIONS = "activations"  # the source of what was measured; other sources hold an axis's values as they are
@@ -305,12 +305,16 @@ def score_folder(
     open_plain_nest(parent, verb="score")
     model = hf.load_model(parent, dtype=settings.dtype, device=settings.device)
     tokenizer = hf.load_tokenizer(parent)
-    stream = stream_of(data, tokenizer, pack=settings.pack, length=settings.length, seed=settings.seed)
+
+    def read(tokens: int) -> Iterator[Batch]:
+        stream = Stream(data, tokenizer, length=settings.length, seed=settings.seed)
+        return one_pass(stream, tokens, batch=settings.batch, pack=settings.pack, say=say)
+
     begin = time.monotonic()
     with new_folder(to, overwrite=overwrite, source=Path(parent)) as folder:
         scores = score(
             model,
-            _batches(stream, settings.tokens, settings.batch, say),
+            read(settings.tokens),
             axes=[axis for axis in settings.axes if axis != "layer"],
             top_channels=settings.top_channels,
         )
@@ -320,9 +324,8 @@ def score_folder(
             never = ", ".join(f"{j} of layer {i}" for i, j in scores.never_routed())
             say(f"no token was routed to {len(scores.never_routed())} experts, which score 0: {never}")
         if settings.layers or "layer" in settings.axes:
-            again = stream_of(data, tokenizer, pack=settings.pack, length=settings.length, seed=settings.seed)
             few = min(settings.layer_tokens, settings.tokens)
-            scores = with_layers(scores, score_layers(model, _batches(again, few, settings.batch, say)))
+            scores = with_layers(scores, score_layers(model, read(few)))
             assert scores.layers is not None
             say(f"layers, most important first, on {few} tokens: {' '.join(map(str, scores.layers.order.tolist()))}")
         run = asdict(settings) | {"data": data}
@@ -349,16 +352,6 @@ def _errors_without(
     if not whole:
         raise ValueError("the data has no tokens to score with, or all logits are zero.")
     return (lost / whole).tolist()
-
-
-def _batches(stream: Stream, tokens: int, batch: int, say: Callable[[str], None]) -> Iterator[Batch]:
-    """Batches until `tokens` are read or the data ends."""
-    while (before := stream.num_tokens) < tokens:
-        ids, is_real, _ = stream.next_rows(batch)
-        if min(stream.epochs.values()) > 0:
-            say(f"the data ends after {before} of the {tokens} tokens asked for")
-            return
-        yield ids, is_real
 
 
 def _layout(model: nn.Module) -> Layout:

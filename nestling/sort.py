@@ -18,7 +18,7 @@ from torch import Tensor
 from nestling.arch import Layout
 from nestling.axes import take
 from nestling.checkpoint import Writer, copy_sidecars, new_folder, write_json
-from nestling.nest import Nest, open_nest, open_plain_nest, write_nest
+from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest, write_nest
 
 Orders = Mapping[str, Tensor]  # elastic axis -> int64 [*enclosing axes, axis], best first
 
@@ -56,7 +56,9 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
         depth = tuple(orders["layer"].tolist()) if "layer" in orders else nest.layer_order
         parent_print = nest.parent or checkpoint.fingerprint()
         recipe: dict[str, Any] = {"dropped": sorted(dropped)} if dropped else {}
-        write_nest(replace(nest, layer_order=depth, parent=parent_print, recipe=recipe), folder)
+        full = Member(name=FULL, sizes={}, budget="all", is_trained=True)  # members of an earlier order are no more
+        sorted_nest = replace(nest, members={FULL: full}, layer_order=depth, parent=parent_print, recipe=recipe)
+        write_nest(sorted_nest, folder)
     return open_nest(to)
 
 

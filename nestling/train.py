@@ -78,6 +78,10 @@ class _Training:
         self.settings, self.nest, self.to, self.rank, self.world = settings, nest, to, rank, world
         self.say: Say = say if rank == 0 else (lambda line: None)
         self.plan = make_plan(settings, nest, world=world)
+        if any("layer" in one.sizes for one in self.plan.members.values()) and nest.layer_order == tuple(
+            range(len(nest.layout.kinds))
+        ):
+            self.say("no layer was scored, so members of fewer layers keep the first ones (nestling score --layers)")
         model = hf.load_model(nest.folder, device=settings.device)
         self.teacher = hf.load_model(nest.folder, device=settings.device).requires_grad_(False)
         self.elastic = ElasticModel(model, layer_order=nest.layer_order).train()
@@ -147,6 +151,7 @@ class _Training:
                 "train": asdict(self.settings),
                 "tokens": self.state.tokens,
                 "seconds": round(self.state.seconds, 1),
+                "threads": torch.get_num_threads(),
             }
             nest = replace(
                 self.nest, members={FULL: full, **ordered}, recipe=self.nest.recipe | recipe,
@@ -212,6 +217,8 @@ class _Training:
         """A member's distance to the teacher, over the tokens that count."""
         with self._autocast():
             logits = self.elastic(run, input_ids=batch.ids, use_cache=False).logits
+        if not batch.counted.any():  # the inside of a long prompt; every rank still walks the same graph
+            return logits.sum() * 0.0
         return forward_kl(logits, batch.target, mask=batch.counted, vocab=self.vocab)
 
     def _soft_batch(self, batch: _Batch, stage: Stage, step: int, record: dict[str, Any]) -> dict[str, float]:
@@ -221,8 +228,7 @@ class _Training:
         """
         settings, asked = self.settings, self.plan.budgets
         # The full member has nothing to tell the router; it is drawn only where the weights move too.
-        has_budgets = any(stage.weights[one] for one in asked)
-        names = self.router.names if settings.router_weights or not has_budgets else tuple(asked)
+        names = self.router.names if settings.router_weights else tuple(asked)
         (name,) = self._draw(stage, 1, names)
         progress = step / max(1, self.plan.soft_steps - 1)
         chosen = {one: self.router(one, progress, self.generator) for one in self.router.names}
@@ -256,7 +262,7 @@ class _Training:
         losses = {}
         for name in chosen:
             kl = self._kl(self.state.members[name].sizes if name != FULL else {}, batch)
-            # Drawn members were weighted by the draw; when all run, the weights stand in the loss.
+            # Drawn members were weighted by the draw (exactly so if it is one); else the weights stand in the loss.
             share = 1 / len(chosen) if count else stage.weights[name]
             (kl * (share / self.settings.accumulate)).backward()
             losses[name] = check_finite(kl.detach(), member=name, step=step)

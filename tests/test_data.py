@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nestling.data import Stream, padded_batches, read_documents
-from nestling.padded import PaddedStream, stream_of
+from nestling.padded import PaddedStream, one_pass, stream_of
 
 EOS = 0
 TEMPLATE = (
@@ -144,6 +144,22 @@ def test_only_predictions_of_the_completion_count_when_asked(tmp_path: Path, tok
         assert not counted[-1]  # the next document's first token
 
 
+def test_the_prompt_of_a_chat_is_as_long_when_an_earlier_turn_spells_its_thoughts_otherwise(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    lengths = []
+    for spelling in ("reasoning_content", "thinking"):
+        first = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", spelling: "why"}]
+        chat = [*first, {"role": "user", "content": "so"}, {"role": "assistant", "content": "ok"}]
+        path = write(tmp_path / "one.jsonl", [{"messages": chat}])
+        (ids,) = read_documents(path, tokenizer)
+        lengths.append(
+            (len(ids), int(Stream(path, tokenizer, length=len(ids), loss_on="completion").next_counted(1)[1].sum()))
+        )
+    assert lengths[0] == lengths[1]
+    assert lengths[0][1] < lengths[0][0] / 2
+
+
 def test_what_counts_does_not_change_when_a_stream_is_resumed_inside_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "ABCDEFG" * (i + 1), "completion": "xyz"} for i in range(9)])
     whole = Stream(path, tokenizer, length=5, loss_on="completion")
@@ -222,6 +238,21 @@ def test_ranks_share_out_the_padded_rows_of_one_process(tmp_path: Path, tokenize
     alone = rows_of(stream_of(sources, tokenizer, pack=False, length=9), 6, 10)
     ranks = [rows_of(PaddedStream(sources, tokenizer, length=9, rank=r, world=3), 2, 10) for r in range(3)]
     assert sorted(alone) == sorted(row for rows in ranks for row in rows)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_one_pass_reads_a_small_file_to_its_end_and_no_document_twice(
+    tmp_path: Path, tokenizer: Any, pack: bool
+) -> None:
+    """Ten documents with a batch of eight: a stream that reads ahead would have thrown them all away."""
+    documents = [{"text": chr(65 + i) * 3} for i in range(10)]
+    said: list[str] = []
+    stream = Stream(write(tmp_path / "a.jsonl", documents), tokenizer, length=4)
+    batches = list(one_pass(stream, 1000, batch=8, pack=pack, say=said.append))
+    text = "".join(tokenizer.decode(row[real]) for ids, mask in batches for row, real in zip(ids, mask, strict=True))
+    read = text.split("$")[:-1]
+    assert len(read) == len(set(read)) == (8 if pack else 10)  # a packed batch that is not full is left
+    assert said == [f"the data ends after {32 if pack else 40} of the 1000 tokens asked for"]
 
 
 def test_an_unknown_loss_on_is_an_error(tmp_path: Path, tokenizer: Any) -> None:

@@ -1,6 +1,7 @@
 """The nest that training writes: stock names, the parent's dtypes, what lay beside the weights, and true numbers."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nestling import hf, parallel
 from nestling.elastic import ElasticModel
 from nestling.export import export
 from nestling.nest import Nest, open_nest
+from nestling.sort import sort
 from nestling.train import TrainSettings, train
 
 
@@ -139,3 +141,26 @@ def test_a_folder_that_exists_is_refused_before_any_work(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"to' exists.*--overwrite"):
         train(settings, tmp_path / "no-nest", tmp_path / "to", say=lambda line: None)
     assert [p.name for p in tmp_path.iterdir()] == ["to"]
+
+
+def test_a_nest_with_scores_and_report_can_be_trained_again(trained: tuple[Path, Path, Nest], tmp_path: Path) -> None:
+    """What `build` leaves in the nest's folder are folders too, and they are of the run that made them."""
+    source = tmp_path / "built"
+    shutil.copytree(trained[1], source)
+    (source / "nest" / "scores").mkdir()
+    (source / "nest" / "report").mkdir()
+    assert (source / "nest" / "router.safetensors").is_file()
+    settings = TrainSettings(
+        data=str(trained[0].parent / "text.jsonl"), member=("own=hidden=32",), warmup=1,
+        stage=("tokens=128,length=16,batch=4,lr=1e-3",),
+    )  # fmt: skip
+    nest = train(settings, source, tmp_path / "again", say=lambda line: None)
+    assert list(nest.members) == ["100", "own"]
+    assert sorted(file.name for file in (tmp_path / "again" / "nest").iterdir()) == ["train.jsonl"]
+
+
+def test_sorting_a_nest_again_forgets_members_of_the_old_order(
+    trained: tuple[Path, Path, Nest], tmp_path: Path
+) -> None:
+    assert len(open_nest(trained[1]).members) == 3
+    assert list(sort(trained[1], {}, tmp_path / "sorted").members) == ["100"]

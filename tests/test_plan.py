@@ -88,6 +88,12 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth_within_each_stage() -> 
     assert later[10] + later[-11] == pytest.approx(later[0] + later[-1])
 
 
+def test_a_router_stage_without_weight_on_a_budget_is_refused_at_once() -> None:
+    stages = plan.parse_stages((GOOD + ",weights=1/0/1", GOOD + ",weights=1/1/1"), ["100", "asked", "own"], blocks=1)
+    with pytest.raises(ValueError, match="no budget has a weight in a stage that the router learns in"):
+        plan.count_soft_steps(stages, 0.6, ["asked"])
+
+
 def test_the_warm_up_is_not_over_before_the_first_slice_is_trained() -> None:
     (stage,) = plan.parse_stages((GOOD,), ["100"], blocks=1)
     soft = 40

@@ -322,3 +322,20 @@ def test_going_on_with_other_settings_is_refused_and_names_them(run: Callable, t
     (tmp_path / "to.work" / "settings.json").write_text(json.dumps({"clip": 0.5}))
     with pytest.raises(ValueError, match=r"unfinished run with other .*clip was 0.5, is 1.0.*delete the folder"):
         run()
+
+
+def test_a_batch_in_which_nothing_counts_is_no_end_of_the_run(run: Callable, folder: Path) -> None:
+    """A block that lies inside a long prompt has no completion to learn from."""
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "abcd " * 60, "completion": "efg"}) + "\n")
+    log = run(data=str(folder / "prompts.jsonl"), member=("a=ffn=40",), loss_on="completion",
+              stage=("tokens=320,length=16,batch=1,lr=1e-3",))  # fmt: skip
+    losses = [line["loss"]["a"] for line in log]
+    assert 0 in losses
+    assert max(losses) > 0
+
+
+def test_depth_that_nobody_scored_is_said_to_keep_the_first_layers(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = TrainSettings(data=str(folder / "text.jsonl"), member=("short=layer=2",), stage=(STAGE,), warmup=1)
+    train(settings, folder / "qwen3", tmp_path / "to", say=said.append)
+    assert any("no layer was scored" in line for line in said)
