@@ -17,7 +17,7 @@ from typing import Any
 
 from nestling.arch import Architecture, Config, Layout, Place, find, kept_layers
 from nestling.axes import parse
-from nestling.checkpoint import Checkpoint, read_json, write_json
+from nestling.checkpoint import TORCH, Checkpoint, read_json, write_json
 from nestling.cost import Cost, cost
 from nestling.cut import Maps, equal_data
 from nestling.formats import SIDECAR, Quantized, detect
@@ -300,8 +300,9 @@ def _layout_on_disk(arch: Architecture, config: Config, checkpoint: Checkpoint) 
 
 
 def _quantized(checkpoint: Checkpoint) -> Quantized | None:
-    sidecar = checkpoint.folder / SIDECAR
-    return detect(checkpoint.config, read_json(sidecar) if sidecar.is_file() else None, checkpoint.entries)
+    sidecar, dtypes = checkpoint.folder / SIDECAR, {entry.dtype for entry in checkpoint.entries.values()}
+    is_told = sidecar.is_file() and not dtypes <= TORCH.keys()  # beside plain weights it is a leftover
+    return detect(checkpoint.config, read_json(sidecar) if is_told else None, checkpoint.entries)
 
 
 def _opened(nest: Nest, checkpoint: Checkpoint) -> Nest:

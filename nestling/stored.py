@@ -17,6 +17,7 @@ from nestling.arch import Place
 from nestling.axes import axes_of, dims, to_text
 from nestling.checkpoint import read_json
 from nestling.cut import Cut, cut
+from nestling.formats import SIDECAR
 from nestling.nest import HEAD, Member, Nest, prefix
 from nestling.shards import Entry
 
@@ -86,6 +87,8 @@ def notes(nest: Nest, member: Member) -> list[str]:
         found.append(f"member {member.name}: {member.note}.")
     if not member.is_trained:
         found.append(f"member {member.name} is an untrained size: nothing was tuned for it, so measure it before use.")
+    if nest.quantized is None and (nest.folder / SIDECAR).is_file():
+        found.append(f"{SIDECAR} speaks of quantized weights, and there are none: it is left out.")
     if nest.has_head_twice:
         found.append(f"{HEAD} is a copy of the tied embedding: it is stored once.")
     widths = {axis for shape in nest.layout.rows.values() for row in shape.values() for axis in axes_of(row[-1:])}

@@ -263,7 +263,9 @@ def test_the_template_is_the_parents_in_both_spellings(folder, tmp_path):
 def test_a_stale_quantization_description_is_not_copied(folder, tmp_path):
     parent = shutil.copytree(folder, tmp_path / "parent")
     (parent / "hf_quant_config.json").write_text("{}")
-    small = slice_member(open_nest(parent), open_nest(parent).member("thin"), tmp_path / "small")
+    said: list[str] = []
+    small = slice_member(open_nest(parent), open_nest(parent).member("thin"), tmp_path / "small", say=said.append)
+    assert "note: hf_quant_config.json speaks of quantized weights, and there are none: it is left out." in said
     assert not (small / "hf_quant_config.json").exists()
 
 

@@ -48,6 +48,9 @@ def check(section: Mapping[str, Any]) -> tuple[Tile, ...]:
                 f"{group} stores weights as {weights.get('type')} of {bits} bits by {strategy} (group size {size}), "
                 f"which Nestling cannot cut. Supported: {_known()}."
             )
+        tile = weights.get("block_structure") if strategy == "block" else [1, size]
+        if is_fp8 and strategy in ("block", "group") and not _is_tile(tile):
+            raise ValueError(f"{group} has tiles of {str(tile)[:80]}, expected two whole numbers, rows and columns.")
         if strategy == "block":
             height, width = weights["block_structure"]
             tiles.append((height, width))
@@ -61,6 +64,10 @@ def has_static_inputs(section: Mapping[str, Any]) -> bool:
     schemes = [scheme for scheme in (section.get("config_groups") or {}).values() if scheme.get("weights")]
     inputs = [scheme.get("input_activations") for scheme in schemes]
     return bool(inputs) and all(one is not None and one.get("dynamic", False) is not True for one in inputs)
+
+
+def _is_tile(tile: Any) -> bool:
+    return isinstance(tile, list) and len(tile) == 2 and all(type(n) is int and n > 0 for n in tile)
 
 
 def _known() -> str:

@@ -121,6 +121,31 @@ class Renamer:
         return any(n.startswith(self._memory_root) for n in names) and not any(n.startswith(self._root) for n in names)
 
 
+def check_kinds(told: Any, where: str) -> None:
+    """A quantization's description, read from a stranger's file, is made of what is read from it later."""
+    kinds = {"config_groups": dict, "quantized_layers": dict, "sparsity_config": dict, "quantization": dict,
+             "ignore": list, "exclude_modules": list, "targets": list, "weights": dict, "input_activations": dict,
+             "quant_method": str, "quant_algo": str, "format": str}  # fmt: skip
+    if not isinstance(told, dict):
+        raise ValueError(f"{where} is {str(told)[:80]}, expected an object: it is broken.")
+    for key, kind in kinds.items():
+        value = told.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{where}: {key} is a {type(value).__name__}, expected a {kind.__name__}: it is broken.")
+    for pattern in (one for key in ("ignore", "exclude_modules", "targets") for one in told.get(key) or []):
+        if not isinstance(pattern, str):
+            raise ValueError(f"{where}: {str(pattern)[:80]} stands among names of modules: it is broken.")
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{where}: '{pattern[:80]}' is no regular expression ({error}).") from None
+    for key in ("config_groups", "quantized_layers"):
+        for name, inner in (told.get(key) or {}).items():
+            check_kinds(inner, f"{where}: {key} '{str(name)[:80]}'")
+    if told.get("quantization") is not None:
+        check_kinds(told["quantization"], f"{where}: quantization")
+
+
 def rebuild(section: Mapping[str, Any], renamer: Renamer, *, exclude_key: str) -> dict[str, Any]:
     """A quantization's description for the member. exclude_key: where the excluded modules go if no list is there."""
     lists = [key for key in ("ignore", "exclude_modules") if key in section] or [exclude_key]

@@ -16,7 +16,7 @@ from nestling.axes import Factor, Keep, Shape
 from nestling.formats import compressed_tensors, modelopt
 from nestling.formats.blocks import CutBlock
 from nestling.formats.matrix import Headers, Matrix, Spelling, Tile, find
-from nestling.formats.names import Module, Renamer, rebuild
+from nestling.formats.names import Module, Renamer, check_kinds, rebuild
 from nestling.formats.scales import SCALES, check_values, unequal_global_scales
 
 if TYPE_CHECKING:
@@ -194,6 +194,9 @@ def detect(config: Mapping[str, Any], sidecar: Mapping[str, Any] | None, headers
     section = config.get("quantization_config") or config.get("compression_config")
     if section is None and sidecar is None:
         return None
+    for told, where in ((section, "quantization_config of config.json"), (sidecar, modelopt.SIDECAR)):
+        if told is not None:
+            check_kinds(told, where)
     method = (section or {}).get("quant_method")
     if method is None:
         is_modelopt = sidecar is not None or "quant_algo" in (section or {})

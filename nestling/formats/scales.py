@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCALES = ("_scale", "_scale_2")  # ends of the names of all scales
 JOINED = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj"))
 SHOWN = 5  # names in one message
-PART = 1 << 24  # bytes that are looked at together
+PART = 1 << 20  # bytes that are looked at together
 CODES = 8  # bytes of NVFP4 codes for one block scale
 
 
@@ -30,11 +30,11 @@ def check_values(read: Read, headers: Headers, matrices: Mapping[str, Matrix], o
     wrong = []
     for matrix in matrices.values():
         for name, _ in matrix.parts[1:]:
-            what = _what_is_wrong(read(name), headers[name].dtype)
+            what = what_is_wrong(read(name), headers[name].dtype)
             if what == "zero" and _is_zero_anyway(read, matrix, name):
                 continue
             wrong += [f"'{name}' ({what})"] if what else []
-    wrong += [f"'{name}' ({what})" for name in others if (what := _what_is_wrong(read(name), headers[name].dtype))]
+    wrong += [f"'{name}' ({what})" for name in others if (what := what_is_wrong(read(name), headers[name].dtype))]
     if wrong:
         raise ValueError(
             f"{len(wrong)} scales are not positive and finite: {', '.join(wrong[:SHOWN])}"
@@ -69,7 +69,7 @@ def unequal_global_scales(read: Read, headers: Headers, matrices: Mapping[str, M
     ]
 
 
-def _what_is_wrong(scale: np.ndarray, dtype: str) -> str:
+def what_is_wrong(scale: np.ndarray, dtype: str) -> str:
     """What is wrong with a scale; empty if nothing is. Unknown types are none that a scale may have.
 
     scale: uint8 [bytes]
