@@ -27,7 +27,7 @@ def test_the_demo_runs_whole_and_shows_every_member_the_sizes_and_a_thought(
     assert list(members) == ["100", "70", "45", "25"]
 
     (head,) = (i for i, line in enumerate(lines) if line.startswith("member  "))
-    assert "random cut  cut by score  trained  KL cut  KL trained" in lines[head]
+    assert "random cut  cut by score  trained  KL, cut  KL, trained" in lines[head]
     for line, (name, member) in zip(lines[head + 2 : head + 6], members.items(), strict=True):
         cells, results = line.split(), member["results"]
         assert cells[0] == name
