@@ -59,15 +59,17 @@ def alone(args: argparse.Namespace, joint: Nest, base: TrainSettings) -> None:
         if member.name == FULL:
             continue
         sizes = ",".join(f"{axis}={n}" for axis, n in member.sizes.items())
-        settings = _explicit(base, (f"{member.name}={sizes}",), (_stage(base.stage[-1], weights="0/1"),))
+        stages = tuple(_stage(stage, weights="0/1") for stage in base.stage[1:])  # the first is the router's
+        settings = _explicit(base, (f"{member.name}={sizes}",), stages)
         _run(args, f"alone-{member.name}", settings, joint)
 
 
 def uniform(args: argparse.Namespace, joint: Nest, base: TrainSettings) -> None:
     """The same budgets and tokens, every axis shrunk by the same share; what the router's stage cost goes to the
     members."""
-    told = [dict(part.split("=") for part in stage.split(",")) for stage in base.stage]
-    stages = (_stage(base.stage[-1], tokens=f"{sum(float(one['tokens']) for one in told):.0f}"),)
+    router, first, *rest = base.stage
+    tokens = sum(float(dict(part.split("=") for part in stage.split(","))["tokens"]) for stage in (router, first))
+    stages = (_stage(first, tokens=f"{tokens:.0f}"), *rest)
     settings = replace(
         _explicit(base, base.member, stages), router="uniform", router_axes=base.router_axes,
         router_floor=base.router_floor, router_choices=64,

@@ -34,16 +34,17 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
     """
     stages = (
         f"tokens={ROUTER_TOKENS},length=192,batch=4,lr=1e-3",
-        f"tokens={tokens:.0f},length=192,batch=12,lr=1e-3,weights=4/3/3/1",
+        f"tokens={0.6 * tokens:.0f},length=192,batch=12,lr=1e-3,weights=4/3/3/1",
+        f"tokens={0.4 * tokens:.0f},length=192,batch=12,lr=2e-4,weights=4/3/3/1",  # down to where the full one holds
     )
-    first, second = parse_stages(stages, ["100", "70", "45", "25"], blocks=1)
+    router, *rest = parse_stages(stages, ["100", "70", "45", "25"], blocks=1)
     return TrainSettings(
         data=data,
         member=MEMBERS,
         stage=stages,
         pack=False,
         loss_on="completion",
-        router_share=first.steps / (first.steps + second.steps),
+        router_share=router.steps / (router.steps + sum(stage.steps for stage in rest)),
         router_weights=0.0,
         router_lambda=2.0,
         warmup=30,
