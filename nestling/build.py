@@ -92,7 +92,7 @@ def build(
 
     scores = step("scores", "score: one pass over the calibration data", make_scores)
     known = Scores.load(scores)
-    known.check_fits(open_nest(parent).layout)
+    known.check_fits(open_nest(parent).layout, open_nest(parent).fingerprint)
     orders = known.orders()
     sorted_ = step("sorted", "sort: best units first", lambda at: sort(parent, orders, at))
     trained = step("trained", "train: router, then members", lambda at: train(training, sorted_, at, say=say))
@@ -140,6 +140,7 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """What each member can do, as the plain checkpoint that `slice` writes, loaded by its stock class."""
     tokenizer = hf.load_tokenizer(nest.folder)
+    hf.check_vocabulary(teacher, tokenizer)
     problems = tasks.problems("test", settings.problems) if settings.problems else []
     found: dict[str, dict[str, Any]] = {}
     for name, member in members.items():
@@ -148,8 +149,10 @@ def evaluate(
         one: dict[str, Any] = {}
         if heldout:
             sums = {source: compare(teacher, model, _batches(*blocks)) for source, blocks in heldout.items()}
+            if not all(math.isfinite(x.kl + x.loss) for x in sums.values()):
+                raise RuntimeError(f"member {name} gives logits that are NaN or infinite on held-out text.")
             one["kl"] = sum(x.kl for x in sums.values()) / sum(x.num_tokens for x in sums.values())
-            one["perplexity"] = {source: math.exp(x.loss / x.num_tokens) for source, x in sums.items()}
+            one["perplexity"] = {source: math.exp(min(x.loss / x.num_tokens, 700.0)) for source, x in sums.items()}
         if problems:
             solved = solve(model, tokenizer, problems, max_thinking=settings.max_thinking)
             one |= {"accuracy": solved.accuracy, "accuracy_by_family": solved.families, "problems": solved.num_problems}

@@ -35,6 +35,9 @@ WEIGHTS = {
 REWRITTEN = {"config.json", "nest.json", "README.md", "hf_quant_config.json"}
 
 
+OURS = ("config.json", "scores.json", "report.html", "heldout.jsonl")  # one of them is in every folder that we write
+
+
 class Checkpoint:
     """A folder with config.json and safetensors weights, opened for reading."""
 
@@ -247,6 +250,13 @@ def check_destination(to: Path, *, overwrite: bool = False, source: Path | None 
             raise ValueError(f"'{to}' is part of '{source}', which is read. Choose another folder.")
     if to.exists() and not overwrite:
         raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
+    if to.is_dir() and any(to.iterdir()) and not any((to / name).is_file() for name in OURS):
+        raise ValueError(
+            f"'{to}' does not look like a folder that Nestling wrote (it has none of {', '.join(OURS)}), so it is not "
+            "replaced. Choose another folder, or delete it yourself."
+        )
+    if to.exists() and not to.is_dir():
+        raise ValueError(f"'{to}' is a file, and a folder is to be written. Choose another place.")
 
 
 def copy_sidecars(source: Path, to: Path) -> list[str]:

@@ -112,12 +112,13 @@ def _sort_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _sort(given: argparse.Namespace) -> None:
+    from nestling.nest import open_nest
     from nestling.score import Scores
     from nestling.sort import sort
 
-    nest = sort(
-        given.parent, Scores.load(Path(given.scores)).orders(), given.to, overwrite=given.overwrite, drop=given.drop
-    )
+    scores, parent = Scores.load(Path(given.scores)), open_nest(given.parent)
+    scores.check_fits(parent.layout, parent.fingerprint)
+    nest = sort(given.parent, scores.orders(), given.to, overwrite=given.overwrite, drop=given.drop)
     print(f"sorted {len(nest.layout.tensors):,} tensors into {given.to}")
 
 
@@ -164,6 +165,7 @@ def _eval(given: argparse.Namespace) -> None:
     nest, table = evaluate_folder(settings, given.nest, parent=given.parent or given.nest, say=say, **changed)
     results = {name: member.results for name, member in nest.members.items()}
     if given.to:
+        Path(given.to).parent.mkdir(parents=True, exist_ok=True)
         Path(given.to).write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2) if given.json else table)
 
@@ -213,7 +215,10 @@ def _check_to(given: argparse.Namespace) -> None:
     if not getattr(given, "to", ""):
         return
     to = Path(given.to)
-    for source in (getattr(given, name, "") for name in ("parent", "nest", "scores")):
+    files = [part.rpartition("=")[0] or part for part in (getattr(given, "data", "") or "").split(",")]
+    files += [part.partition("=")[2] for part in (getattr(given, "heldout", "") or "").split(",")]
+    read = [getattr(given, name, "") for name in ("parent", "nest", "scores", "recipe")]
+    for source in [*read, *files]:
         if source and Path(source).resolve().is_relative_to(to.resolve()):
             raise ValueError(f"--to '{to}' would replace '{source}', which is read. Choose another folder.")
     if to.exists() and not given.overwrite:

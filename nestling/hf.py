@@ -52,6 +52,10 @@ def _plain(value: Any) -> Any:
 def load_model(folder: str | Path, *, dtype: str = "fp32", device: str = "cpu") -> PreTrainedModel:
     """The stock model of a folder, in evaluation mode. A weight that is missing or left over is an error, not a
     message."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype '{dtype}' is not known: expected one of {', '.join(DTYPES)}.")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device '{device}': this torch sees no GPU. Use --device cpu, or install torch for CUDA.")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
@@ -79,7 +83,9 @@ def skeleton(config: Config, *, device: str = "cpu") -> PreTrainedModel:
     """The stock model without weights: parameters on the meta device, everything that is computed from the config
     real."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_object(config))
+        # Layers of a skeleton are called through proxies, where transformers cannot record router logits.
+        known = {"output_router_logits": False} if "output_router_logits" in config else {}
+        model = AutoModelForCausalLM.from_config(config_object(config | known))
     for module in model.modules():
         kept = module._non_persistent_buffers_set
         if any(module._buffers[name] is not None and module._buffers[name].is_meta for name in kept):  # type: ignore[union-attr]
@@ -87,6 +93,16 @@ def skeleton(config: Config, *, device: str = "cpu") -> PreTrainedModel:
             for name in kept:
                 module._buffers[name] = fresh._buffers[name]
     return model.requires_grad_(False)
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every token of the tokenizer has a row in the model's embedding."""
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {rows}: it is another model's, "
+            "or tokens were added without resizing the embedding."
+        )
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

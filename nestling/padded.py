@@ -82,12 +82,24 @@ def one_pass(
         pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         yield from padded_batches(_documents(stream, tokens, say), batch=batch, length=stream.length, pad_id=pad_id)
         return
-    while (before := stream.num_tokens) < tokens:
-        ids = stream.next_batch(batch)
-        if min(stream.epochs.values()) > 0:
-            say(f"the data ends after {before} of the {tokens} tokens asked for")
-            return
-        yield ids, torch.ones_like(ids, dtype=torch.bool)
+    read, has_ended = 0, False
+    while read < tokens and not has_ended:
+        rows: list[Tensor] = []
+        while len(rows) < batch and read < tokens and not has_ended:
+            row = stream.next_batch(1)
+            if min(stream.epochs.values()) > 0:
+                say(f"the data ends after {read} of the {tokens} tokens asked for")
+                has_ended = True
+            else:
+                rows.append(row)
+                read += stream.length
+        if rows:
+            ids = torch.cat(rows)
+            yield ids, torch.ones_like(ids, dtype=torch.bool)
+    if not read:
+        raise ValueError(
+            f"the data has less than one sequence of {stream.length} tokens: ask for a smaller length, or --no-pack."
+        )
 
 
 def _documents(stream: Stream, tokens: int, say: Callable[[str], None]) -> Iterator[list[int]]:

@@ -11,6 +11,8 @@ from nestling import hf
 from nestling.budget import Budget, check_reachable, choices, parse_budget
 from nestling.nest import ALIASES, FULL, Member, Nest, check_sizes, parse_sizes
 
+KERNEL = 8  # the grouped kernel of fused experts reads 16 bytes at a time: eight numbers in bf16
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
@@ -53,6 +55,12 @@ class TrainSettings:
             raise ValueError(f"loss_on '{self.loss_on}' is not known: expected 'all' or 'completion'.")
         if self.dtype not in {"fp32", "bf16"}:
             raise ValueError(f"dtype '{self.dtype}' is not known: expected fp32 or bf16.")
+        if not self.clip > 0:
+            raise ValueError(f"clip {self.clip} is not above 0; a large number clips nothing.")
+        if self.warmup < 0 or self.router_lambda < 0 or not self.router_lr > 0:
+            raise ValueError("warmup and router_lambda must be at least 0, router_lr above 0.")
+        if not 0 <= self.router_hard <= 1 or not 0 <= self.tolerance < 1:
+            raise ValueError("router_hard must lie between 0 and 1, tolerance from 0 to below 1.")
         if not 0 < self.router_share < 1:
             raise ValueError(f"router_share {self.router_share} is not between 0 and 1.")
         if not 0 <= self.router_weights <= 1:
@@ -114,16 +122,20 @@ def parse_stages(texts: Sequence[str], names: Sequence[str], *, blocks: int) -> 
     for text in texts:
         given = {key: value for key, _, value in (part.partition("=") for part in text.split(","))}
         known = {"tokens", "length", "batch", "lr", "weights"}
-        if given.keys() - known or not {"tokens", "length", "batch", "lr"} <= given.keys():
+        if (
+            given.keys() - known
+            or len(given) < len(text.split(","))
+            or not {"tokens", "length", "batch", "lr"} <= given.keys()
+        ):
             raise ValueError(
                 f"cannot read stage '{text}': expected tokens=,length=,batch=,lr= and perhaps weights=a/b/c."
             )
         try:
-            tokens, length, batch = (int(float(given[key])) for key in ("tokens", "length", "batch"))
+            tokens, length, batch = (_whole(float(given[key])) for key in ("tokens", "length", "batch"))
             lr = float(given["lr"])
             weights = [float(w) for w in given["weights"].split("/")] if "weights" in given else [1.0] * len(names)
         except (ValueError, OverflowError):
-            raise ValueError(f"stage '{text}' holds something that is not a number.") from None
+            raise ValueError(f"stage '{text}' holds something that is not a number, or not a whole one.") from None
         if len(weights) != len(names):
             raise ValueError(f"stage '{text}' has {len(weights)} weights; expected one for each of {', '.join(names)}.")
         if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
@@ -142,6 +154,12 @@ def parse_stages(texts: Sequence[str], names: Sequence[str], *, blocks: int) -> 
             f"member {', '.join(idle)} has weight 0 in every stage and would not be trained: leave it out."
         )
     return stages
+
+
+def _whole(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError(number)
+    return int(number)
 
 
 def count_soft_steps(stages: Sequence[Stage], share: float, names: Collection[str]) -> int:
@@ -202,6 +220,13 @@ def plan_members(texts: tuple[str, ...], nest: Nest) -> tuple[dict[str, Member],
             asked[name] = parse_budget(rest, nest.layout, nest.config)
         else:
             sizes = check_sizes(nest.layout, nest.config, parse_sizes(rest), who=f"member '{name}'")
+            crooked = {a: n for a, n in sizes.items() if a in ("hidden", "effn") and n % KERNEL}
+            if crooked and "expert" in nest.layout.sizes:
+                given = ", ".join(f"{a}={n}" for a, n in crooked.items())
+                raise ValueError(
+                    f"member '{name}': {given} is not a multiple of {KERNEL}, "
+                    "and the kernel of fused experts reads 16 bytes at a time."
+                )
             if not _is_taken(nest, sizes):
                 raise ValueError(
                     f"member '{name}': the stock config refuses {rest}. A step of 'hidden' that it takes beside any "
@@ -215,8 +240,7 @@ def default_grains(nest: Nest) -> dict[str, int]:
     """Steps for every width axis: 1 for heads and experts, else a power of two near an eighth of the axis, up to 16."""
     refused = nest.layout.arch.refuse(nest.config)
     counted = {"q", "mamba", "expert"}
-    # The grouped kernel of fused experts reads 16 bytes at a time: eight numbers in bf16.
-    least: dict[str, int] = {"hidden": 8, "effn": 8} if "expert" in nest.layout.sizes else {}
+    least: dict[str, int] = {"hidden": KERNEL, "effn": KERNEL} if "expert" in nest.layout.sizes else {}
     grains = {
         axis: 1 if axis in counted else max(least.get(axis, 1), min(16, 2 ** int(math.log2(max(1, size // 8)))))
         for axis in nest.layout.elastic()

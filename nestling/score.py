@@ -48,6 +48,12 @@ class ScoreSettings:
     device: str = "cpu"  # where the model runs
     seed: int = 0  # of the order in which documents are read
 
+    def __post_init__(self) -> None:
+        if self.dtype not in hf.DTYPES:
+            raise ValueError(f"dtype '{self.dtype}' is not known: expected one of {', '.join(hf.DTYPES)}.")
+        if min(self.tokens, self.length, self.batch, self.layer_tokens) < 1:
+            raise ValueError("tokens, length, batch and layer_tokens must be at least 1.")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerScores:
@@ -91,8 +97,11 @@ class Scores:
         with_experts = self.counts["expert"].sum(-1, keepdim=True) > 0
         return [(i, j) for i, j in ((self.counts["expert"] == 0) & with_experts).nonzero().tolist()]
 
-    def check_fits(self, layout: Layout) -> None:
-        """Refuse to be used for another model's shapes."""
+    def check_fits(self, layout: Layout, fingerprint: str = "") -> None:
+        """Refuse to be used for another model's shapes, or for other weights of the same shapes."""
+        if fingerprint and self.fingerprint and fingerprint != self.fingerprint:
+            told = f"these scores are of other weights (fingerprint {self.fingerprint}, the model has {fingerprint})"
+            raise ValueError(f"{told}. Score this model, or sort the one that was scored.")
         if (self.architecture, self.sizes) != (layout.arch.model_type, layout.sizes):
             raise ValueError(
                 f"these scores are of a {self.architecture} with sizes {self.sizes}, the model is a "
@@ -305,6 +314,7 @@ def score_folder(
     open_plain_nest(parent, verb="score")
     model = hf.load_model(parent, dtype=settings.dtype, device=settings.device)
     tokenizer = hf.load_tokenizer(parent)
+    hf.check_vocabulary(model, tokenizer)
 
     def read(tokens: int) -> Iterator[Batch]:
         stream = Stream(data, tokenizer, length=settings.length, seed=settings.seed)
@@ -328,8 +338,9 @@ def score_folder(
             scores = with_layers(scores, score_layers(model, read(few)))
             assert scores.layers is not None
             say(f"layers, most important first, on {few} tokens: {' '.join(map(str, scores.layers.order.tolist()))}")
-        run = asdict(settings) | {"data": data}
-        scores = replace(scores, fingerprint=Checkpoint(parent).fingerprint(), runs=(run,))
+        scores = replace(
+            scores, fingerprint=Checkpoint(parent).fingerprint(), runs=(asdict(settings) | {"data": data},)
+        )
         scores.save(folder)
     say(f"wrote {to}")
     return scores

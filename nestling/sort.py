@@ -39,7 +39,12 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
         raise ValueError(f"--drop {drop} has no effect: no tensor of '{parent}' starts with '{drop}.'.")
     layout.check_cover(nest.names - dropped)
     check_orders(layout, orders)
+    if orders and (checkpoint.folder / ORDERS).is_file():
+        raise ValueError(
+            f"'{parent}' is sorted already: sort its parent, so that the orders tell where units came from."
+        )
     keep = {axis: order for axis, order in orders.items() if axis != "layer"}
+    known = load_orders(checkpoint.folder) if (checkpoint.folder / ORDERS).is_file() else {}
     stored = nest.stored | (
         {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in nest.stored and dropped else {}
     )
@@ -52,7 +57,7 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
         writer.close()
         write_json(folder / "config.json", stored)
         copy_sidecars(checkpoint.folder, folder)
-        save_orders(orders, folder)
+        save_orders(orders or known, folder)
         depth = tuple(orders["layer"].tolist()) if "layer" in orders else nest.layer_order
         parent_print = nest.parent or checkpoint.fingerprint()
         recipe: dict[str, Any] = {"dropped": sorted(dropped)} if dropped else {}

@@ -39,6 +39,9 @@ from nestling.router import Router, budget_loss, hard_stairs, pull_to_full
 Say = Callable[[str], None]
 
 
+IDLE = 50  # batches without a token that counts, after which a run is called off
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
     """One micro-batch and what the teacher says of it."""
@@ -84,7 +87,9 @@ class _Training:
             self.say("no layer was scored, so members of fewer layers keep the first ones (nestling score --layers)")
         model = hf.load_model(nest.folder, device=settings.device)
         self.teacher = hf.load_model(nest.folder, device=settings.device).requires_grad_(False)
-        self.elastic = ElasticModel(model, layer_order=nest.layer_order).train()
+        self.elastic = ElasticModel(
+            model, layer_order=nest.layer_order
+        ).eval()  # no dropout: the same function as its teacher
         if world > 1:
             parallel.shard_(self.elastic)
         self.weights = [p for p in self.elastic.parameters() if p.requires_grad]
@@ -99,6 +104,7 @@ class _Training:
         self.router_optimizer = torch.optim.AdamW(choosers, lr=settings.router_lr, weight_decay=0.0)
         self.generator = torch.Generator().manual_seed(settings.seed)
         tokenizer = hf.load_tokenizer(nest.folder)
+        hf.check_vocabulary(self.teacher, tokenizer)
         self.stream = stream_of(
             settings.data,
             tokenizer,
@@ -114,6 +120,7 @@ class _Training:
         if not self.plan.soft_steps:
             for name, one in self.plan.budgets.items():
                 self._freeze(name, budgets.uniform(one, nest.layout, self.plan.options))
+        self.num_idle = 0  # batches on end in which nothing counted
         self.work = to.with_name(to.name + ".work")
         self._resume()
 
@@ -218,7 +225,14 @@ class _Training:
         with self._autocast():
             logits = self.elastic(run, input_ids=batch.ids, use_cache=False).logits
         if not batch.counted.any():  # the inside of a long prompt; every rank still walks the same graph
+            self.num_idle += 1
+            if self.num_idle >= IDLE:
+                raise ValueError(
+                    f"no token counted in {IDLE} batches on end with loss_on '{self.settings.loss_on}': the documents "
+                    "hold no completions (the last message must be the assistant's), or the blocks are too short."
+                )
             return logits.sum() * 0.0
+        self.num_idle = 0
         return forward_kl(logits, batch.target, mask=batch.counted, vocab=self.vocab)
 
     def _soft_batch(self, batch: _Batch, stage: Stage, step: int, record: dict[str, Any]) -> dict[str, float]:
@@ -278,7 +292,10 @@ class _Training:
         """Before training the full member is the teacher."""
         with torch.no_grad():
             start = check_finite(self._kl({}, batch), member=FULL, step=0)
-        assert start < 1e-3, f"the full member starts at KL {start}, expected 0: the nest is not its own teacher"
+        if not start < 1e-3:
+            raise RuntimeError(
+                f"the full member starts at KL {start:.4f}, expected 0: the nest is not its own teacher."
+            )
 
     def _freeze(self, name: str, sizes: dict[str, int]) -> None:
         kept = {a: n for a, n in sizes.items() if n != self.nest.layout.sizes[a]}
