@@ -128,15 +128,15 @@ def choose(
     preference: Mapping[str, Tensor],
     *,
     tolerance: float,
-) -> dict[str, int]:
-    """The whole sizes that a router's preference and a budget agree on.
+    count: int = 1,
+) -> list[dict[str, int]]:
+    """The whole sizes that a router's preference and a budget agree on, best first.
 
     preference: axis -> [choices] log-probabilities. Among all combinations whose cost lies within `tolerance` below the
-    budget, the one that the router finds most probable; if none lies there, the one nearest below.
+    budget, the `count` that the router finds most probable; if none lies there, the one nearest below.
     """
     axes = list(options)
-    best: tuple[float, float] | None = None
-    chosen: dict[str, int] = {}
+    found: list[tuple[float, float, dict[str, int]]] = []  # whether it is close; log-probability or cost; sizes
     # All combinations at once would be gigabytes for eight axes of eight sizes: the outer axes are walked.
     outer = next(i for i in range(len(axes) + 1) if math.prod(len(options[a]) for a in axes[i:]) <= 1_000_000)
     inner = axes[outer:]
@@ -149,18 +149,13 @@ def choose(
         liked = liking + sum(float(preference[a][k]) for a, k in zip(axes, places, strict=False))
         fits = spent <= budget.target * (1 + 1e-9)
         close = fits & (spent >= budget.target * (1 - tolerance))
-        if close.any():
-            i = int(torch.where(close, liked, -math.inf).argmax())
-            rank = (1.0, float(liked[i]))
-        elif fits.any():
-            i = int(torch.where(fits, spent, -math.inf).argmax())
-            rank = (0.0, float(spent[i]))
-        else:
-            continue
-        if best is None or rank > best:
-            best, chosen = rank, held | {a: int(varied[a][i]) for a in inner}
-    assert chosen, "checked by check_reachable"
-    return chosen
+        rank, values, wanted = (1.0, liked, close) if close.any() else (0.0, spent, fits)
+        best = torch.where(wanted, values, -math.inf).topk(min(count if rank else 1, int(wanted.sum())))
+        for value, i in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            found.append((rank, value, held | {a: int(varied[a][i]) for a in inner}))
+        found = sorted(found, key=lambda one: one[:2], reverse=True)[:count]
+    assert found, "checked by check_reachable"
+    return [sizes for rank, _, sizes in found if rank == found[0][0]]
 
 
 def uniform(budget: Budget, layout: Layout, options: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -46,7 +46,8 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
         loss_on="completion",
         router_share=router.steps / (router.steps + sum(stage.steps for stage in rest)),
         router_weights=0.0,
-        router_lambda=2.0,
+        router_lambda=0.5,
+        router_tries=64,
         warmup=30,
         checkpoint=100,
     )

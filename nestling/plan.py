@@ -37,6 +37,9 @@ class TrainSettings:
     router_weights: float = 0.1  # share of the learning rate that the weights get in the soft phase; 0: they wait
     router_lambda: float = 1.0  # weight of the budget term
     router_hard: float = 0.004  # share of soft steps that run a hard straight-through sample instead
+    router_tries: int = (
+        16  # of its most probable sizes for a budget, those that are tried as slices before one is frozen
+    )
     tolerance: float = 0.03  # how far below its budget a frozen member may lie
     warmup: int = 60  # steps
     clip: float = 1.0  # largest gradient norm
@@ -59,6 +62,8 @@ class TrainSettings:
             raise ValueError(f"clip {self.clip} is not above 0; a large number clips nothing.")
         if self.warmup < 0 or self.router_lambda < 0 or not self.router_lr > 0:
             raise ValueError("warmup and router_lambda must be at least 0, router_lr above 0.")
+        if self.router_tries < 1:
+            raise ValueError("router_tries must be at least 1.")
         if not 0 <= self.router_hard <= 1 or not 0 <= self.tolerance < 1:
             raise ValueError("router_hard must lie between 0 and 1, tolerance from 0 to below 1.")
         if not 0 < self.router_share < 1:

@@ -18,7 +18,7 @@ from nestling.budget import Budget
 
 TAU = (1.0, 0.05)  # temperature, geometrically from the first to the last step
 SCALE = (1.0, 10.0)  # factor on the logits, linearly
-DEAD_ZONE = 0.05  # relative distance from the budget that costs nothing
+DEAD_ZONE = 0.05  # how far below the budget costs nothing
 
 
 class Router(nn.Module):
@@ -110,9 +110,13 @@ def hard_stairs(
 
 
 def budget_loss(budget: Budget, layout: Layout, expected: Mapping[str, Tensor]) -> Tensor:
-    """|C / C_target - 1| of the expected sizes, zero inside the dead zone."""
-    distance = (budget.spent(layout, {**layout.sizes, **expected}) / budget.target - 1).abs()
-    return torch.where(distance > DEAD_ZONE, distance, torch.zeros_like(distance))
+    """|C / C_target - 1| of the expected sizes, zero inside the dead zone.
+
+    The zone ends at the budget, which a frozen member must not exceed; C_target is its middle.
+    """
+    middle = budget.target * (1 - DEAD_ZONE / 2)
+    distance = (budget.spent(layout, {**layout.sizes, **expected}) / middle - 1).abs()
+    return torch.where(distance > DEAD_ZONE / 2, distance, torch.zeros_like(distance))
 
 
 def pull_to_full(p: Mapping[str, Tensor]) -> Tensor:

@@ -302,13 +302,24 @@ class _Training:
         self.state.members[name] = Member(name=name, sizes=kept, budget=self.plan.budgets[name].text)
 
     def _freeze_all(self) -> None:
-        """The end of the soft phase: every budget gets its sizes."""
+        """The end of the soft phase: every budget gets its sizes.
+
+        Of the router's most probable sizes, those that lose least as a slice: what it has not decided is measured.
+        """
         self.state.members = dict(self.plan.members)
+        layout, settings = self.nest.layout, self.settings
+        batch = self._next_batch(self.plan.stages[-1])
         for name, one in self.plan.budgets.items():
             liked = self.router.preference(name)
-            sizes = budgets.choose(one, self.nest.layout, self.plan.options, liked, tolerance=self.settings.tolerance)
+            options = budgets.choose(
+                one, layout, self.plan.options, liked, tolerance=settings.tolerance, count=settings.router_tries
+            )
+            with torch.no_grad():
+                losses = [float(self._kl(sizes, batch)) for sizes in options]
+            losses = parallel.mean_of({str(i): loss for i, loss in enumerate(losses)})
+            sizes = options[int(min(losses, key=lambda i: losses[i]))]
             self._freeze(name, sizes)
-            spent = one.spent(self.nest.layout, self.nest.layout.sizes | sizes)
+            spent = one.spent(layout, layout.sizes | sizes)
             self.say(f"member {name} keeps {_sizes(self.state.members[name])}: {spent / one.target:.3f} of {one.text}")
 
     def _autocast(self) -> Any:

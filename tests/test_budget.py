@@ -235,9 +235,11 @@ def test_the_chosen_sizes_are_the_most_preferred_near_the_budget(text: str, tole
     near = [one for one in fitting if one[0] >= budget.target * (1 - tolerance)]
     best = max(near, key=lambda one: one[1]) if near else max(fitting, key=lambda one: one[0])
     assert bool(near) == (tolerance > 0)
-    found = choose(budget, layout, options, liked, tolerance=tolerance)
+    (found,) = choose(budget, layout, options, liked, tolerance=tolerance)
     assert budget.spent(layout, layout.sizes | found) == best[0]
     assert found == best[2]
+    ranked = sorted(near, key=lambda one: -one[1])[:5] if near else [best]
+    assert choose(budget, layout, options, liked, tolerance=tolerance, count=5) == [sizes for *_, sizes in ranked]
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3", "mixtral"])

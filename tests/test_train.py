@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from nestling import hf
+from nestling import budget, hf
 from nestling.data import Stream
 from nestling.distill import forward_kl
 from nestling.elastic import ElasticModel
@@ -322,6 +322,39 @@ def test_going_on_with_other_settings_is_refused_and_names_them(run: Callable, t
     (tmp_path / "to.work" / "settings.json").write_text(json.dumps({"clip": 0.5}))
     with pytest.raises(ValueError, match=r"unfinished run with other .*clip was 0.5, is 1.0.*delete the folder"):
         run()
+
+
+def test_what_the_router_left_open_is_measured_before_a_member_is_frozen(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sizes near the budget are tried: the frozen one has the lowest KL of them as a slice of the stock class."""
+    tried: list[dict[str, int]] = []
+    choose = budget.choose
+
+    def watched(*args: Any, **options: Any) -> list[dict[str, int]]:
+        tried.extend(choose(*args, **options))
+        return tried
+
+    monkeypatch.setattr(budget, "choose", watched)
+    settings = TrainSettings(
+        data=str(folder / "text.jsonl"), member=("70=total:0.7",), stage=(STAGE,), warmup=1, router_share=0.5,
+        router_weights=0.0, router_tries=200,
+    )  # fmt: skip
+    nest = train(settings, folder / "llama", tmp_path / "to", say=lambda line: None)
+    assert len(tried) > 5
+    x = first_batch(folder, batch=200)[8:12]  # after the router's two batches of four
+    teacher = hf.load_model(folder / "llama")
+    elastic = ElasticModel(hf.load_model(folder / "llama"))
+    with torch.no_grad():
+        target = teacher(input_ids=x).logits.log_softmax(-1)
+        found = [
+            float(
+                F.kl_div(elastic(sizes, input_ids=x).logits.log_softmax(-1), target, log_target=True, reduction="sum")
+            )
+            for sizes in tried
+        ]
+    best = tried[found.index(min(found))]
+    assert nest.sizes(nest.members["70"]) == nest.layout.sizes | best
 
 
 def test_a_batch_in_which_nothing_counts_is_no_end_of_the_run(run: Callable, folder: Path) -> None:
