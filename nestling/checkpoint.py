@@ -35,7 +35,7 @@ WEIGHTS = {
 REWRITTEN = {"config.json", "nest.json", "README.md", "hf_quant_config.json"}
 
 
-OURS = ("config.json", "scores.json", "report.html", "heldout.jsonl")  # one of them is in every folder that we write
+OURS = ("config.json", INDEX, "scores.json", "report.html", "heldout.jsonl")  # a folder that we write has one of them
 
 
 class Checkpoint:

@@ -37,9 +37,7 @@ class TrainSettings:
     router_weights: float = 0.1  # share of the learning rate that the weights get in the soft phase; 0: they wait
     router_lambda: float = 1.0  # weight of the budget term
     router_hard: float = 0.004  # share of soft steps that run a hard straight-through sample instead
-    router_tries: int = (
-        16  # of its most probable sizes for a budget, those that are tried as slices before one is frozen
-    )
+    router_tries: int = 16  # most probable sizes of a budget, tried as slices before one is frozen
     tolerance: float = 0.03  # how far below its budget a frozen member may lie
     warmup: int = 60  # steps
     clip: float = 1.0  # largest gradient norm

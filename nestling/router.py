@@ -112,7 +112,7 @@ def hard_stairs(
 def budget_loss(budget: Budget, layout: Layout, expected: Mapping[str, Tensor]) -> Tensor:
     """|C / C_target - 1| of the expected sizes, zero inside the dead zone.
 
-    The zone ends at the budget, which a frozen member must not exceed; C_target is its middle.
+    The zone ends at the budget, which a frozen member must not exceed; C_target here is the zone's middle.
     """
     middle = budget.target * (1 - DEAD_ZONE / 2)
     distance = (budget.spent(layout, {**layout.sizes, **expected}) / middle - 1).abs()

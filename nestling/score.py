@@ -100,8 +100,7 @@ class Scores:
     def check_fits(self, layout: Layout, fingerprint: str = "") -> None:
         """Refuse to be used for another model's shapes, or for other weights of the same shapes."""
         if fingerprint and self.fingerprint and fingerprint != self.fingerprint:
-            told = f"these scores are of other weights (fingerprint {self.fingerprint}, the model has {fingerprint})"
-            raise ValueError(f"{told}. Score this model, or sort the one that was scored.")
+            raise ValueError(f"these scores are of weights {self.fingerprint}, not of {fingerprint}. Score this model.")
         if (self.architecture, self.sizes) != (layout.arch.model_type, layout.sizes):
             raise ValueError(
                 f"these scores are of a {self.architecture} with sizes {self.sizes}, the model is a "
@@ -331,8 +330,8 @@ def score_folder(
         seconds = time.monotonic() - begin
         say(f"scored {', '.join(scores.axes)} on {scores.num_tokens} tokens in {seconds:.0f} s")
         if "expert" in scores.counts and scores.never_routed():
-            never = ", ".join(f"{j} of layer {i}" for i, j in scores.never_routed())
-            say(f"no token was routed to {len(scores.never_routed())} experts, which score 0: {never}")
+            never = [f"{j} of layer {i}" for i, j in scores.never_routed()]
+            say(f"no token was routed to {len(never)} experts, which score 0: {', '.join(never)}")
         if settings.layers or "layer" in settings.axes:
             few = min(settings.layer_tokens, settings.tokens)
             scores = with_layers(scores, score_layers(model, read(few)))
@@ -342,7 +341,6 @@ def score_folder(
             scores, fingerprint=Checkpoint(parent).fingerprint(), runs=(asdict(settings) | {"data": data},)
         )
         scores.save(folder)
-    say(f"wrote {to}")
     return scores
 
 

@@ -39,7 +39,8 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
         raise ValueError(f"--drop {drop} has no effect: no tensor of '{parent}' starts with '{drop}.'.")
     layout.check_cover(nest.names - dropped)
     check_orders(layout, orders)
-    if orders and (checkpoint.folder / ORDERS).is_file():
+    is_new = any(not torch.equal(order, torch.arange(order.shape[-1]).expand_as(order)) for order in orders.values())
+    if is_new and (checkpoint.folder / ORDERS).is_file():
         raise ValueError(
             f"'{parent}' is sorted already: sort its parent, so that the orders tell where units came from."
         )
@@ -57,7 +58,7 @@ def sort(parent: str | Path, orders: Orders, to: str | Path, *, overwrite: bool 
         writer.close()
         write_json(folder / "config.json", stored)
         copy_sidecars(checkpoint.folder, folder)
-        save_orders(orders or known, folder)
+        save_orders({**orders, **known}, folder)
         depth = tuple(orders["layer"].tolist()) if "layer" in orders else nest.layer_order
         parent_print = nest.parent or checkpoint.fingerprint()
         recipe: dict[str, Any] = {"dropped": sorted(dropped)} if dropped else {}

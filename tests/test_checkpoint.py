@@ -169,9 +169,21 @@ def test_nothing_is_left_behind_if_writing_fails(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_we_did_not_write_is_never_replaced(tmp_path):
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="does not look like a folder"), new_folder(tmp_path / "to", overwrite=True):
+        raise AssertionError("must not get here")
+    assert (tmp_path / "to" / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is a file"), new_folder(tmp_path / "file", overwrite=True):
+        raise AssertionError("must not get here")
+
+
 def test_an_existing_folder_is_not_touched_unless_told(tmp_path):
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "old").write_text("old")
+    (tmp_path / "to" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"exists.*--overwrite"), new_folder(tmp_path / "to"):
         raise AssertionError("must not get here")
     with pytest.raises(RuntimeError), new_folder(tmp_path / "to", overwrite=True):

@@ -229,6 +229,7 @@ def test_the_demo_refuses_at_once_when_the_member_that_it_cuts_last_has_no_place
 def test_overwrite_replaces_the_folder(run: Run, root: Path, tmp_path: Path, verb: str) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "stale").write_text("old")
+    (tmp_path / "to" / {"slice": "config.json", "report": "report.html"}[verb]).write_text("{}")
     argv = [root / "nest", *WRITING[verb][1:]]
     assert run(verb, *argv, "--to", tmp_path / "to", "--overwrite").code == 0
     assert not (tmp_path / "to" / "stale").exists()

@@ -149,5 +149,5 @@ def test_logits_that_do_not_fit_are_errors_that_say_what_would() -> None:
 def test_a_loss_that_is_not_finite_stops_with_member_step_and_remedy() -> None:
     assert check_finite(torch.tensor(0.5), member="45", step=3) == 0.5
     for value in (float("nan"), float("inf")):
-        with pytest.raises(RuntimeError, match=r"member '45' is (nan|inf) at step 7.*lower lr.*float32.*data"):
+        with pytest.raises(RuntimeError, match=r"member '45' is (nan|inf) at step 7.*lower lr.*fp32.*data"):
             check_finite(torch.tensor(value), member="45", step=7)

@@ -318,6 +318,7 @@ def test_short_writes_are_written_to_the_end(parents, tmp_path, monkeypatch):
 def test_a_replacement_that_cannot_be_renamed_keeps_the_old_folder(tmp_path, monkeypatch):
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "old").write_text("old")
+    (tmp_path / "to" / "config.json").write_text("{}")
     rename = Path.rename
 
     def fails(self: Path, target: Path) -> Path:

@@ -170,6 +170,6 @@ def test_two_descriptions_that_disagree_are_refused(tmp_path):
 @pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MXFP8"])
 def test_an_algorithm_with_more_parts_than_are_known_is_refused(algorithm, tmp_path):
     parent = packing.plain("llama", tmp_path / "parent")
-    (parent / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+    packing.edit(parent, quantization_config={"quant_method": "modelopt", "quant_algo": algorithm})
     with pytest.raises(ValueError, match=rf"{algorithm} is not one that Nestling can cut: FP8, "):
         open_nest(parent)

@@ -187,6 +187,6 @@ def test_a_checkpoint_before_every_layer_has_had_a_gradient_can_be_gone_on_from(
     train(settings(one), one["nest"], one["to"], say=copy)
     said: list[str] = []
     train(settings(one), one["nest"], copied, say=said.append)
-    assert said[0] == "going on from step 2 of 4"
+    assert "going on from step 2 of 4" in said
     assert log_of(copied) == log_of(Path(one["to"]))
     assert_same_weights(copied, Path(one["to"]))

@@ -139,10 +139,11 @@ def test_the_budget_term_is_zero_in_the_dead_zone_and_pulls_towards_it_outside()
     cases = set()
     for width in range(16, 49):
         sizes = expected_sizes(layout.sizes, hidden=width)
-        off = layout.count(layout.sizes | {"hidden": width}) / (0.6 * layout.count()) - 1
+        spent = layout.count(layout.sizes | {"hidden": width}) / (0.6 * layout.count())
+        off = spent / 0.975 - 1  # from the middle of the zone
         loss = budget_loss(budget, layout, sizes)
         (gradient,) = torch.autograd.grad(loss, sizes["hidden"])
-        inside = abs(off) <= 0.05
+        inside = abs(off) <= 0.025
         assert float(loss.detach()) == (0 if inside else pytest.approx(abs(off), rel=1e-4))
         if not inside:
             assert (gradient > 0) == (off > 0)
@@ -174,8 +175,8 @@ def test_a_router_trained_on_the_budget_term_alone_meets_several_budgets(name: s
     for one, budget in asked.items():
         with torch.no_grad():
             drawn = [net.expected(net(one, 1.0, generator)) for _ in range(31)]
-            off = [abs(float(budget.spent(layout, layout.sizes | sizes)) / budget.target - 1) for sizes in drawn]
-        assert sorted(off)[len(off) // 2] <= 0.05, one
+            spent = [float(budget.spent(layout, layout.sizes | sizes)) / budget.target for sizes in drawn]
+        assert 0.89 <= sorted(spent)[len(spent) // 2] <= 1.06, one  # sizes are whole: the zone may lie between two
 
 
 def test_the_pull_to_full_is_the_missing_probability_of_the_full_sizes() -> None:

@@ -341,7 +341,7 @@ def test_what_the_router_left_open_is_measured_before_a_member_is_frozen(
         router_weights=0.0, router_tries=200,
     )  # fmt: skip
     nest = train(settings, folder / "llama", tmp_path / "to", say=lambda line: None)
-    assert len(tried) > 5
+    assert len(tried) >= 3
     x = first_batch(folder, batch=200)[8:12]  # after the router's two batches of four
     teacher = hf.load_model(folder / "llama")
     elastic = ElasticModel(hf.load_model(folder / "llama"))
