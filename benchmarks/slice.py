@@ -121,7 +121,7 @@ def inputs(is_small: bool) -> list[Input]:
         Input("30B with 6 layers, BF16, per expert", lambda to: write_checkpoint(nano, to), member),
         Input(
             "the same, NVFP4",
-            lambda to: write_packed(to, pattern=layers, **(PACKED if is_small else {})),
+            lambda to: write_packed(to, pattern=layers, **(PACKED if is_small else {})),  # pyright: ignore[reportArgumentType]
             "hidden=96,effn=64" if is_small else member,
             has_stock=False,
         ),

@@ -173,9 +173,10 @@ def evaluate_folder(
     """
     nest, _ = open_plain_nest(folder, verb="eval"), open_plain_nest(parent, verb="eval")
     recipe = nest.recipe.get("train", {})
-    loss_on = loss_on or recipe.get("loss_on", "all")
-    pack = recipe.get("pack", True) if pack is None else pack
-    heldout = _heldout_blocks(settings, folder, loss_on=loss_on, pack=pack)
+    heldout = _heldout_blocks(
+        settings, folder, loss_on=loss_on or str(recipe.get("loss_on", "all")),
+        pack=bool(recipe.get("pack", True)) if pack is None else pack,
+    )  # fmt: skip
     found = evaluate(settings, nest, nest.members, hf.load_model(parent, device=device), heldout, say=say)
     nest = replace(nest, members={name: replace(member, results=found[name]) for name, member in nest.members.items()})
     return nest, members_table(nest)

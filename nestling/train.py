@@ -286,7 +286,7 @@ class _Training:
         """Members drawn by their weights; the same on every rank."""
         p = torch.tensor([stage.weights[name] for name in names], dtype=torch.float64)
         count = min(count, int((p > 0).sum()))
-        return [names[i] for i in torch.multinomial(p, count, generator=self.generator).tolist()]
+        return [str(names[int(i)]) for i in torch.multinomial(p, count, generator=self.generator).tolist()]
 
     def _check_start(self, batch: _Batch) -> None:
         """Before training the full member is the teacher."""
@@ -316,8 +316,8 @@ class _Training:
             )
             with torch.no_grad():
                 losses = [float(self._kl(sizes, batch)) for sizes in options]
-            losses = parallel.mean_of({str(i): loss for i, loss in enumerate(losses)})
-            sizes = options[int(min(losses, key=lambda i: losses[i]))]
+            means = parallel.mean_of({str(i): loss for i, loss in enumerate(losses)})
+            sizes = options[int(min(means, key=lambda i: means[i]))]
             self._freeze(name, sizes)
             spent = one.spent(layout, layout.sizes | sizes)
             self.say(f"member {name} keeps {_sizes(self.state.members[name])}: {spent / one.target:.3f} of {one.text}")

@@ -177,6 +177,7 @@ def _compare_logits(folder: str | Path, nest: Nest, member: Member) -> str:
     from nestling import hf
     from nestling.elastic import ElasticModel
 
+    hf.be_quiet()
     tokens = torch.randint(nest.layout.sizes["vocab"], (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         elastic = ElasticModel(hf.load_model(nest.folder), layer_order=nest.layer_order)
