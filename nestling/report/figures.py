@@ -149,7 +149,7 @@ def router(run: RouterRun, look: Look) -> Figure:
         set_limits(ax, 0, last, 0, 1.05 * top)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
         ax.yaxis.set_major_locator(MaxNLocator(3))
-        entitle(ax, "budget", "distance, 0 within 5 %")
+        entitle(ax, "budget", "distance, 0 up to 5 % below")
         label_ends(ax, {name: float(smooth(y)[-1]) for name, (_, y) in run.distance.items()}, look)
     for ax in places:
         ax.set_xlabel("step")
