@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nestling import hf, tasks
-from nestling.checkpoint import Checkpoint, new_folder, read_json, write_json
+from nestling.checkpoint import Checkpoint, check_destination, new_folder, read_json, write_json
 from nestling.data import Stream, read_documents
 from nestling.eval import compare, solve
 from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest, write_nest
@@ -59,8 +59,7 @@ def build(
 ) -> Nest:  # fmt: skip
     """Make a nest from a parent and evaluate it. Returns the nest."""
     to = Path(to)
-    if to.exists() and not overwrite:
-        raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
+    check_destination(to, overwrite=overwrite)
     if Path(parent).resolve().is_relative_to(to.resolve()):
         raise ValueError(f"'{to}' would replace the parent '{parent}', which is read. Choose another folder.")
     # What would fail after minutes of work fails here, before there is a work folder that holds on to its settings.

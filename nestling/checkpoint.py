@@ -34,7 +34,6 @@ WEIGHTS = {
 # Written anew by whoever cuts the weights.
 REWRITTEN = {"config.json", "nest.json", "README.md", "hf_quant_config.json"}
 
-
 OURS = ("config.json", INDEX, "scores.json", "report.html", "heldout.jsonl")  # a folder that we write has one of them
 
 
@@ -231,7 +230,7 @@ def new_folder(to: str | Path, *, overwrite: bool = False, source: Path | None =
                 f"folders named .NAME.part that a killed run left there), or choose another disk",
             ) from error
         raise
-    _sync(to.parent)
+    sync(to.parent)
     if old.is_dir() and not old.is_symlink():
         shutil.rmtree(old, ignore_errors=True)
     else:
@@ -324,11 +323,12 @@ def _to_disk(folder: Path) -> None:
     """Wait until everything in a folder is on the disk."""
     for at, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(at) / name)
-        _sync(Path(at))
+            sync(Path(at) / name)
+        sync(Path(at))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

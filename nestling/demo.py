@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nestling import hf, tasks
 from nestling.build import BuildSettings, build, members_table
-from nestling.checkpoint import new_folder
+from nestling.checkpoint import check_destination, new_folder
 from nestling.eval import solve
 from nestling.nest import Nest
 from nestling.plan import TrainSettings, parse_stages
@@ -66,8 +66,7 @@ def demo(to: str | Path, *, tokens: float = 1e6, say: Say = print, overwrite: bo
     to = Path(to)
     data, smallest = to.with_name(to.name + ".data"), to.with_name(to.name + "-smallest")
     for folder in (to, smallest):
-        if folder.exists() and not overwrite:
-            raise ValueError(f"'{folder}' exists. Choose another folder, or pass --overwrite to replace it.")
+        check_destination(folder, overwrite=overwrite)
     say("The parent is a 2-million-parameter reasoner that ships with the package: Mamba-2, attention and MoE layers.")
     if not data.exists():
         say(f"writing {TRAIN_PROBLEMS:,} practice problems with their reasoning")

@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nestling.checkpoint import copy_sidecars, new_folder, write_index, write_json
+from nestling.checkpoint import copy_sidecars, new_folder, sync, write_index, write_json
 from nestling.cut import BLOCK, Maps, Span, first_not_finite, spans
 from nestling.nest import Member, Nest
 from nestling.shards import SHARD_BYTES, Shard, header_bytes, plan_shards
@@ -129,9 +129,9 @@ def _write(shards: Sequence[Shard], cuts: dict[str, Stored], folder: Path, *, ch
                 future.result()
                 done, waiting = done + block.nbytes, waiting + block.nbytes
                 if waiting >= FLUSH:
-                    _flush(folder / shard.name)
+                    sync(folder / shard.name)
                     waiting = 0
-            _flush(folder / shard.name)
+            sync(folder / shard.name)
             spent = time.monotonic() - begun
             left = f", {duration(spent * (total - done) / done)} left" if done and i < len(jobs) else ""
             say(f"file {i} of {len(jobs)}: {done:,} of {total:,} bytes in {duration(spent)}{left}")
@@ -197,15 +197,6 @@ def _check_finite(block: Block, data: np.ndarray) -> None:
                 f"{span.source.file}). Nothing was written. Download the file again, or leave --check-finite out."
             )
         at += span.nbytes
-
-
-def _flush(file: Path) -> None:
-    """Wait until what is written of a file is on the disk."""
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sample(shards: Sequence[Shard], cuts: dict[str, Stored]) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nestling import budget as budgets
 from nestling import hf, parallel
-from nestling.checkpoint import read_json
+from nestling.checkpoint import check_destination, read_json
 from nestling.distill import check_finite, forward_kl
 from nestling.elastic import ElasticModel, Run
 from nestling.export import export
@@ -37,7 +37,6 @@ from nestling.plan import Stage, TrainSettings, learning_rate, make_plan
 from nestling.router import Router, budget_loss, hard_stairs, pull_to_full
 
 Say = Callable[[str], None]
-
 
 IDLE = 50  # batches without a token that counts, after which a run is called off
 
@@ -65,8 +64,7 @@ def train(
     settings: TrainSettings, nest_folder: str | Path, to: str | Path, *, say: Say = print, overwrite: bool = False
 ) -> Nest:
     """Train the nest in `nest_folder` and write it to `to`. Started again after a kill, goes on where it was."""
-    if Path(to).exists() and not overwrite:
-        raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
+    check_destination(Path(to), overwrite=overwrite)
     with parallel.process_group(settings.device) as (rank, world):
         nest = open_plain_nest(nest_folder, verb="train")
         run = _Training(settings, nest, Path(to), rank=rank, world=world, say=say)
@@ -87,9 +85,8 @@ class _Training:
             self.say("no layer was scored, so members of fewer layers keep the first ones (nestling score --layers)")
         model = hf.load_model(nest.folder, device=settings.device)
         self.teacher = hf.load_model(nest.folder, device=settings.device).requires_grad_(False)
-        self.elastic = ElasticModel(
-            model, layer_order=nest.layer_order
-        ).eval()  # no dropout: the same function as its teacher
+        # In evaluation mode there is no dropout: before training the full member is the same function as its teacher.
+        self.elastic = ElasticModel(model, layer_order=nest.layer_order).eval()
         if world > 1:
             parallel.shard_(self.elastic)
         self.weights = [p for p in self.elastic.parameters() if p.requires_grad]
