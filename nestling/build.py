@@ -59,9 +59,9 @@ def build(
 ) -> Nest:  # fmt: skip
     """Make a nest from a parent and evaluate it. Returns the nest."""
     to = Path(to)
-    check_destination(to, overwrite=overwrite)
     if Path(parent).resolve().is_relative_to(to.resolve()):
         raise ValueError(f"'{to}' would replace the parent '{parent}', which is read. Choose another folder.")
+    check_destination(to, overwrite=overwrite)
     # What would fail after minutes of work fails here, before there is a work folder that holds on to its settings.
     heldout = _heldout_blocks(settings, parent, loss_on=training.loss_on, pack=training.pack)
     plan = _check_plan(training, parent)
