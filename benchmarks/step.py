@@ -109,7 +109,7 @@ def _smollm2() -> Case:
     elastic = ElasticModel(model).train()
     return Case(
         name="SmolLM2-135M shapes, random weights, fp32, shares of the parameters inside the layers",
-        elastic=elastic, ids=ids, target=target, kind="inner", grains={"hidden": 36, "ffn": 16},
+        elastic=elastic, ids=ids, target=target, kind="inner", grains={"hidden": 36, "ffn": 16, "q": 1},
     )  # fmt: skip
 
 

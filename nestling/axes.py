@@ -14,7 +14,8 @@ This file knows no architecture, no file format and no model class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import gcd, lcm, prod
@@ -123,6 +124,34 @@ def take(
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} was given where {to_text(shape)} is {expected}.")
     keep = {axis: rule for axis, rule in keep.items() if not (isinstance(rule, int) and rule == sizes.get(axis))}
     return _take_blocks(tensor, shape, sizes, keep, within, units, dim=0)
+
+
+def add_(full: Tensor, part: Tensor, shape: Shape, sizes: Sizes, keep: Mapping[str, int]) -> None:
+    """Add to the first units of `full` along the axes of `keep` what `part` holds for them: the adjoint of `take`.
+
+    part: as `take(full, shape, sizes, keep)` gives it. Nothing else of `full` is touched or read.
+    """
+    kept = {**sizes, **keep}
+    spans = [list(_spans(dim, sizes, kept)) for dim in shape]
+    for picked in itertools.product(*spans):
+        x, y = full, part
+        for i, (_, span, span_kept) in enumerate(picked):
+            x, y = x.narrow(i, *span), y.narrow(i, *span_kept)
+        for i, (block, _, _) in reversed(list(enumerate(picked))):
+            x = x.unflatten(i, [factor.size(sizes) for factor in block])
+            y = y.unflatten(i, [factor.size(kept) for factor in block])
+        for i, length in enumerate(y.shape):
+            x = x.narrow(i, 0, length)
+        x.add_(y)
+
+
+def _spans(dim: Dim, sizes: Sizes, kept: Sizes) -> Iterator[tuple[Block, tuple[int, int], tuple[int, int]]]:
+    """Each block of a dim with its start and length at the full and at the kept sizes."""
+    start, start_kept = 0, 0
+    for block in dim:
+        length, length_kept = (prod(factor.size(s) for factor in block) for s in (sizes, kept))
+        yield block, (start, length), (start_kept, length_kept)
+        start, start_kept = start + length, start_kept + length_kept
 
 
 def to_text(shape: Shape) -> str:

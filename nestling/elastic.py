@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from nestling import hf
 from nestling.arch import Layout, Place, kept_layers
-from nestling.axes import Block, axes_of, parse, take
+from nestling.axes import Block, Shape, add_, axes_of, parse, take
 from nestling.nest import check_sizes
 
 Stairs = Mapping[str, Tensor]  # elastic axis -> [size] (the kept size in a hard run, the full size in a soft one)
@@ -200,11 +200,40 @@ def _cut(weights: Mapping[str, Tensor], places: Mapping[str, Place], run: Run, l
     normed = _normed_axes(layout) if run.is_soft else frozenset()
     cut = {}
     for name, place in places.items():
-        tensor = weights[name] if not keep else take(weights[name], place.shape, layout.sizes, keep)
+        tensor = weights[name] if not keep else _slice(weights[name], place.shape, layout.sizes, keep)
         if run.stairs:
             tensor = _listen(tensor, place, run, layout, normed)
         cut[name] = tensor
     return cut
+
+
+def _slice(weight: Tensor, shape: Shape, sizes: Mapping[str, int], keep: Mapping[str, int]) -> Tensor:
+    """The first units of a live weight."""
+    is_trained = weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
+    if not is_trained or not keep.keys() & axes_of(shape):
+        return take(weight, shape, sizes, keep)
+    return _Slice.apply(weight, shape, sizes, keep)  # type: ignore[return-value]
+
+
+class _Slice(torch.autograd.Function):
+    """`take` of a parameter. Its gradient is added to the parameter's own where it belongs.
+
+    Autograd would make a gradient of the full size out of every slice, zeros and all, and add these up: for a small
+    member that costs more than its products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, shape: Shape, sizes: Mapping[str, int], keep: Mapping[str, int]) -> Tensor:
+        ctx.of = weight, shape, sizes, keep
+        return take(weight, shape, sizes, keep)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        weight, shape, sizes, keep = ctx.of
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        add_(weight.grad, grads[0], shape, sizes, keep)
+        return None, None, None, None
 
 
 def _listen(tensor: Tensor, place: Place, run: Run, layout: Layout, normed: frozenset[str]) -> Tensor:

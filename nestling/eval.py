@@ -102,25 +102,6 @@ def prompt(tokenizer: Any, problem: tasks.Problem) -> str:
     return tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
 
 
-@torch.inference_mode()
-def perplexity(model: Any, blocks: Tensor, labels: Tensor | None = None, *, batch_size: int = 8) -> float:
-    """exp of the mean loss a token. The mean is summed in float64.
-
-    blocks: [block, time]  token ids; each block's first token is context only. labels: [block, time]  the same ids, and
-    -100 where a token does not count; without, all count.
-    """
-    total, count = 0.0, 0
-    for rows, told in zip(
-        blocks.split(batch_size), (blocks if labels is None else labels).split(batch_size), strict=True
-    ):
-        logits = model(rows.to(model.device), use_cache=False).logits[:, :-1].float()  # [batch, time - 1, vocab]
-        after = told[:, 1:].flatten().to(model.device)
-        losses = F.cross_entropy(logits.flatten(0, 1), after, reduction="none", ignore_index=-100)
-        total += losses.double().sum().item()
-        count += int((after != -100).sum())
-    return float(torch.tensor(total / count, dtype=torch.float64).exp())
-
-
 @dataclass(frozen=True)
 class Comparison:
     """A student beside its teacher: sums over the tokens that count, in nats."""
@@ -150,12 +131,6 @@ def compare(teacher: Any, student: Any, batches: Iterable[dict[str, Tensor]], *,
             loss += F.nll_loss(log_q, told, reduction="none").double().sum().item()
         count += int(counts.sum())
     return Comparison(kl, loss, count)
-
-
-def kl_to(teacher: Any, student: Any, batches: Iterable[dict[str, Tensor]], *, chunk: int = 4096) -> float:
-    """Mean KL(teacher || student) a token, in nats; batches as in `compare`."""
-    found = compare(teacher, student, batches, chunk=chunk)
-    return found.kl / found.num_tokens
 
 
 def _decode(model: Any, ids: list[list[int]], max_new_tokens: int, stops: Tensor) -> list[list[int]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ class Listener:
         self._real: Tensor | None = None  # indices of the real tokens; None: every token is real
         self._is_pad = torch.zeros(0, dtype=torch.bool)  # [token]
         self._heard: list[tuple[str, int, Tensor]] = []  # axis, layer and this batch's sum, in the order of the pass
+        self._last = torch.zeros(0)  # [hidden] what the last layer leaves in the stream, added up: looked at, not kept
 
     def start(self, mask: Tensor) -> None:
         """Get ready for a batch with this mask, [batch, time]."""
@@ -50,15 +51,9 @@ class Listener:
 
     def finish(self) -> None:
         """Add the batch to the sums, or stop if it has a number that is not finite."""
-        if self._heard and not bool(torch.stack([x.isfinite().all() for _, _, x in self._heard]).all()):
-            axis, layer, x = next(heard for heard in self._heard if not bool(heard[2].isfinite().all()))
-            within = self.layout.arch.elastic[axis].within[1:] if axis != CHANNELS else ("group", "mamba")
-            names = (*within, "mdim" if axis == CHANNELS else axis)
-            unit = ", ".join(f"{a} {i}" for a, i in zip(names, (~x.isfinite()).nonzero()[0].tolist(), strict=True))
-            raise ValueError(
-                f"layer {layer}, {unit}: the activation is NaN or infinite in batch {self.num_batches} (from 0). "
-                "The model overflows there or its weights are broken: try fp32, and look at the layer's weights."
-            )
+        seen = [*self._heard, ("hidden", len(self.layout.kinds), self._last)]
+        if not bool(torch.stack([x.isfinite().all() for _, _, x in seen]).all()):
+            self._refuse(*next(heard for heard in seen if not bool(heard[2].isfinite().all())))
         for axis, layer, x in self._heard:
             if axis not in self.sums:
                 self.sums[axis] = x.new_zeros((len(self.layout.kinds), *x.shape))
@@ -66,17 +61,27 @@ class Listener:
         self._heard.clear()
         self.num_batches += 1
 
+    def _refuse(self, axis: str, layer: int, x: Tensor) -> NoReturn:
+        within = self.layout.arch.elastic[axis].within[1:] if axis != CHANNELS else ("group", "mamba")
+        names = (*within, "mdim" if axis == CHANNELS else axis)
+        unit = ", ".join(f"{a} {i}" for a, i in zip(names, (~x.isfinite()).nonzero()[0].tolist(), strict=True))
+        where = f"layer {layer}" if layer < len(self.layout.kinds) else "behind the last layer"
+        raise ValueError(
+            f"{where}, {unit}: the activation is NaN or infinite in batch {self.num_batches} (from 0). "
+            "The model overflows there or its weights are broken: try fp32, and look at the layer's weights."
+        )
+
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         """Listen to a model; inside, each pass must stand between `start` and `finish`."""
         with ExitStack() as stack:
-            if "hidden" in self.axes:
-                for pattern, product in self.layout.arch.norms.items():
-                    if "{layer}" in pattern and product == "hidden":
-                        for layer, norm in hf.modules_at(model, pattern, len(self.layout.kinds)):
-                            assert layer is not None
-                            hook = partial(self._on_output, "hidden", layer, parse(product)[0][0], 0)
-                            stack.callback(norm.register_forward_hook(hook).remove)
+            for pattern, product in self.layout.arch.norms.items():
+                for layer, norm in hf.modules_at(model, pattern, len(self.layout.kinds)):
+                    if layer is None:
+                        stack.callback(norm.register_forward_hook(self._on_last).remove)
+                    elif product == "hidden" and "hidden" in self.axes:
+                        hook = partial(self._on_output, "hidden", layer, parse(product)[0][0], 0)
+                        stack.callback(norm.register_forward_hook(hook).remove)
             for name, place in self.layout.tensors.items():
                 if place.units and len(place.shape) > 1:
                     self._attach_row(model, name, stack)
@@ -115,6 +120,10 @@ class Listener:
         x = self._real_tokens(output.narrow(-1, start, dims(((block,),), self.layout.sizes)[0]))
         summed = x.sum(0, dtype=torch.float32) if axis == CHANNELS else x.float().abs().sum(0)
         self._hear(axis, layer, summed.view(sizes))
+
+    def _on_last(self, norm: nn.Module, args: Any, output: Tensor) -> None:
+        before, after = (self._real_tokens(x).float().abs().sum(0) for x in (args[0], output))
+        self._last = after if bool(before.isfinite().all()) else before  # behind the norm one NaN is in every unit
 
     def _on_input(self, axis: str, layer: int, block: Block, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Sum over tokens of the L2 norm of what a unit hands on: a head its channels, a neuron one number."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestling.axes import axes_of, count, dims, grain, parse, take, to_text
+from nestling.axes import add_, axes_of, count, dims, grain, parse, take, to_text
 
 SIZES = {"a": 4, "b": 3, "c": 6, "h": 5}
 
@@ -144,6 +144,19 @@ def test_take_is_differentiable_and_the_rest_gets_zero():
     for i in (0, 1, 4, 5):
         expected[i, [4, 0]] = 1
     assert torch.equal(w.grad, expected)
+
+
+@pytest.mark.parametrize("text", ["a, h", "a + a, h", "h, a h", "h + a h + a, 3, a", "a/2, h"])
+def test_adding_a_slice_back_is_what_autograd_does_to_the_whole(text: str):
+    sizes, keep = {"a": 8, "h": 5}, {"a": 4, "h": 3}
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(dims(parse(text), sizes), generator=generator, requires_grad=True)
+    part = take(w, parse(text), sizes, keep)
+    gradient = torch.randn(part.shape, generator=generator)
+    part.backward(gradient)
+    full = torch.ones_like(w)
+    add_(full, gradient, parse(text), sizes, keep)
+    assert torch.equal(full, 1 + w.grad)
 
 
 def test_take_works_on_a_tensor_that_is_not_contiguous():

@@ -71,12 +71,13 @@ def test_a_stop_that_is_not_one_token_is_refused(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_perplexity_equals_the_stock_loss(name: str) -> None:
+def test_the_loss_of_a_comparison_equals_the_stock_loss(name: str) -> None:
     model = tiny.shared(name)
     blocks = tiny.tokens(batch=5, time=13)
     loss = model(input_ids=blocks, labels=blocks, use_cache=False).loss
+    found = evaluation.compare(model, model, [{"input_ids": part} for part in blocks.split(2)])
     # float32 logits of other batch sizes
-    assert evaluation.perplexity(model, blocks, batch_size=2) == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert found.loss / found.num_tokens == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_kl_of_a_model_to_itself_is_zero_and_to_another_equals_brute_force() -> None:
@@ -88,7 +89,7 @@ def test_kl_of_a_model_to_itself_is_zero_and_to_another_equals_brute_force() -> 
     labels[:, :4] = -100
     labels[1, 6:] = -100
     batches = [{"input_ids": x, "attention_mask": mask, "labels": labels}]
-    assert evaluation.kl_to(teacher, teacher, batches) == 0.0
+    assert evaluation.compare(teacher, teacher, batches).kl == 0.0
     total, count = 0.0, 0
     for row, length in zip(x, (9, 6, 9), strict=True):
         p = tiny.logits(teacher, row[None, :length])[0].double().softmax(-1)
@@ -97,7 +98,8 @@ def test_kl_of_a_model_to_itself_is_zero_and_to_another_equals_brute_force() -> 
             total += sum(float(a * (a / b).log()) for a, b in zip(p[time], q[time], strict=True))
             count += 1
     # float32 logits and log-softmax
-    assert evaluation.kl_to(teacher, student, batches, chunk=4) == pytest.approx(total / count, rel=1e-4)
+    found = evaluation.compare(teacher, student, batches, chunk=4)
+    assert (found.kl / found.num_tokens, found.num_tokens) == (pytest.approx(total / count, rel=1e-4), count)
 
 
 class Seen:

@@ -336,6 +336,8 @@ def test_a_layer_that_does_nothing_is_the_first_to_go():
         ("model.layers.3.mixer.up_proj.weight", (7, 0), "layer 3, ffn 7"),
         ("model.layers.0.mixer.in_proj.weight", (30 + 5 * 4 + 2, 0), "layer 0, group 1, mamba 1, mdim 2"),
         ("model.layers.0.norm.weight", (6,), "layer 0, hidden 6"),
+        ("model.layers.4.mixer.out_proj.weight", (3, 0), "behind the last layer, hidden 3"),
+        ("model.norm_f.weight", (5,), "behind the last layer, hidden 5"),
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
