@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Run = tuple[int, int]  # where it starts, how many
 Prefix = Mapping[str, int]  # axis -> how many of its first units stay; axes that are not named stay whole
 
-BLOCK = 16 * 1024**2  # bytes that one thread holds at a time
+BLOCK = 4 * 1024**2  # bytes that one thread holds at a time: what fits its cache is written at once
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.arch import Place
-from nestling.axes import axes_of, dims, to_text
+from nestling.axes import Shape, axes_of, dims, to_text
 from nestling.checkpoint import read_json
 from nestling.cut import Cut, cut
 from nestling.formats import SIDECAR
@@ -47,10 +47,13 @@ def plan(nest: Nest, member: Member, *, drop: str = "") -> list[Stored]:
     checkpoint = nest.checkpoint
     check_cover(nest, drop=drop)
     keep, found = prefix(member), []
+    cuts: dict[Shape, Cut] = {}  # thousands of tensors have a handful of shapes
     for place in nest.places(member):
         source = checkpoint.entries[place.source]
+        if place.shape not in cuts:
+            cuts[place.shape] = cut(place.shape, nest.layout.sizes, keep)
         check_shape(place, source, nest.layout.sizes)
-        found.append(Stored(place, source, cut(place.shape, nest.layout.sizes, keep)))
+        found.append(Stored(place, source, cuts[place.shape]))
     return found
 
 
