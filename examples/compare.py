@@ -103,12 +103,13 @@ def tables(args: argparse.Namespace, joint: Nest) -> None:
     if len(rows) > 1:
         put("alone", f"Members trained together against members distilled alone. {made}\n\n{markdown(rows)}")
     if (args.to / "uniform.json").exists():
-        other = json.loads((args.to / "uniform.json").read_text())
-        rows = [["member", "learned router", "KL", "uniform shrinking", "KL"]]
+        other, theirs = json.loads((args.to / "uniform.json").read_text()), open_nest(args.to / "uniform")
+        rows = [["member", "learned router: active", "solved", "KL", "uniform shrinking: active", "solved", "KL"]]
         for member in joint.members.values():
-            mine, theirs = member.results, other[member.name]
-            rows.append([member.name, _share(mine["accuracy"]), f"{mine['kl']:.4f}",
-                         _share(theirs["accuracy"]), f"{theirs['kl']:.4f}"])  # fmt: skip
+            rows.append([member.name])
+            for nest, found in ((joint, member.results), (theirs, other[member.name])):
+                active = nest.cost(nest.member(member.name)).active_parameters
+                rows[-1] += [f"{active:,}", _share(found["accuracy"]), f"{found['kl']:.4f}"]
         put("uniform", f"The learned router against uniform shrinking. {made}\n\n{markdown(rows)}")
     if (args.to / "depth.json").exists():
         nest, found = open_nest(args.to / "depth"), json.loads((args.to / "depth.json").read_text())
