@@ -21,16 +21,17 @@ CODE = [
 MAX_LINES = 400
 
 FLOORS = (
-    ("axes", "documents", "presets", "shards", "text", "traces"),
-    ("arch", "checkpoint", "cut", "formats", "tasks"),
-    ("hf", "cost", "data", "gguf_arch"),
-    ("nest", "budget", "distill", "listen", "padded", "gguf_vocab"),
+    ("axes", "documents", "events", "flags", "policy", "presets", "sampling", "shards", "text", "traces"),
+    ("arch", "checkpoint", "cut", "formats", "request", "tasks", "think"),
+    ("hf", "cost", "data", "gguf_arch", "openai"),
+    ("nest", "budget", "distill", "listen", "padded", "gguf_vocab", "template"),
     ("choose", "elastic", "sort", "stored", "plan", "router", "inspect", "quantize"),
-    ("score", "parallel", "export", "verify", "to_gguf"),
+    ("score", "parallel", "export", "verify", "to_gguf", "upstream"),
     ("slice", "train", "engine"),
-    ("think", "eval", "report"),
-    ("build", "serve"),
-    ("demo", "slicing"),
+    ("eval", "report", "relay"),
+    ("build", "serve", "policies"),
+    ("demo", "slicing", "shipped"),
+    ("running",),
     ("cli",),
 )
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
