@@ -6,6 +6,7 @@ Nothing here reaches the network and no remote code is run: model classes are th
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from nestling.arch import ARCHITECTURES, Architecture, Config, find
 
@@ -157,6 +159,92 @@ def modules_at(model: nn.Module, pattern: str, num_layers: int) -> Iterator[tupl
     for layer in range(num_layers):
         if pattern.format(layer=layer) in modules:
             yield layer, modules[pattern.format(layer=layer)]
+
+
+def assign(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Give a skeleton its weights, the very tensors; a tied head becomes the embedding. Missing or extra ones are an
+    error."""
+    missing, unexpected = model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
+    lost = [name for name in missing if model.get_parameter(name).is_meta]
+    if lost or unexpected:
+        raise ValueError(f"the weights do not fit the model class: missing {lost[:5]}, unexpected {unexpected[:5]}.")
+    return model.requires_grad_(False).eval()
+
+
+def keeps_float32(model: PreTrainedModel, name: str) -> bool:
+    """Whether the stock class holds this parameter in float32 whatever the rest is loaded in."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(rf"((^|\.){pattern}($|\.))", name) for pattern in patterns)
+
+
+def row_cache(model: PreTrainedModel, state: Any) -> DynamicCache:
+    """A stock cache of one row whose tensors are those of `state`, an engine's RowState: the model reads and writes
+    them in place. Whoever calls the model advances `state.length`."""
+    cache = DynamicCache(config=model.config)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            cache.layers[i] = _RowAttention(state, i, window=layer.sliding_window)
+        elif isinstance(layer, LinearAttentionLayer):
+            cache.layers[i] = _RowRecurrent(state, i)
+        elif isinstance(layer, DynamicLayer):
+            cache.layers[i] = _RowAttention(state, i, window=0)
+    return cache
+
+
+class _RowAttention(DynamicLayer):
+    """Keys and values of one layer in a row's own buffers. Under a window all are kept and the last ones shown."""
+
+    def __init__(self, state: Any, layer: int, *, window: int) -> None:
+        super().__init__()
+        self.state, self.layer, self.sliding_window = state, layer, window
+        self.is_sliding = bool(window)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start, end = self.state.length, self.state.length + key_states.shape[-2]
+        self.state.reserve(end)
+        keys, values = self.state.keys[self.layer], self.state.values[self.layer]
+        keys[:, start:end], values[:, start:end] = key_states[0], value_states[0]
+        first = self._first()
+        return keys[None, :, first:end], values[None, :, first:end]
+
+    def get_seq_length(self) -> int:
+        return self.state.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.length - self._first() + query_length, self._first()
+
+    def _first(self) -> int:
+        return max(self.state.length - self.sliding_window + 1, 0) if self.sliding_window else 0
+
+
+class _RowRecurrent(LinearAttentionLayer):
+    """Conv and recurrent state of one layer in a row's own buffers."""
+
+    def __init__(self, state: Any, layer: int) -> None:
+        super().__init__()
+        self.state, self.layer = state, layer
+        if state.length:
+            self.lazy_initialization(state.conv[layer], state.ssm[layer])
+            self.has_previous_state[0] = True
+
+    def lazy_initialization(
+        self,
+        conv_states: Tensor | None = None,
+        recurrent_states: Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        if conv_states is not None:
+            kept = self.state.conv[self.layer]
+            self.dtype, self.device = kept.dtype, kept.device
+            self.conv_kernel_size[0] = kept.shape[-1]
+            self.conv_states[0] = kept[None]
+            self.is_conv_states_initialized[0] = True
+        if recurrent_states is not None:
+            self.recurrent_states[0] = self.state.ssm[self.layer][None]
+            self.is_recurrent_states_initialized[0] = True
 
 
 assert set(ARCHITECTURES) <= set(transformers.CONFIG_MAPPING.keys())
