@@ -19,7 +19,6 @@ Say = Callable[[str], None]
 MEMBERS = ("70=active:0.70", "45=active:0.45", "25=active:0.25")
 PROBLEMS = 500
 TRAIN_PROBLEMS = 20_000
-LENGTH = 192  # places in a row of training, one problem each
 ROUTER_TOKENS = 115_200  # 150 small steps
 
 
@@ -34,9 +33,9 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
     The reasoner was taught one problem at a time, thoughts and answer only, and so it is asked.
     """
     stages = (
-        f"tokens={ROUTER_TOKENS},length={LENGTH},batch=4,lr=1e-3",
-        f"tokens={0.6 * tokens:.0f},length={LENGTH},batch=12,lr=1e-3,weights=4/3/3/1",
-        f"tokens={0.4 * tokens:.0f},length={LENGTH},batch=12,lr=2e-4,weights=4/3/3/1",  # where the full one holds
+        f"tokens={ROUTER_TOKENS},length=192,batch=4,lr=1e-3",
+        f"tokens={0.6 * tokens:.0f},length=192,batch=12,lr=1e-3,weights=4/3/3/1",
+        f"tokens={0.4 * tokens:.0f},length=192,batch=12,lr=2e-4,weights=4/3/3/1",  # down to where the full one holds
     )
     router, *rest = parse_stages(stages, ["100", "70", "45", "25"], blocks=1)
     return TrainSettings(
@@ -57,8 +56,8 @@ def demo_settings(data: str, *, tokens: float) -> TrainSettings:
 def demo_evaluation(data: Path) -> BuildSettings:
     """How the demo's nest is scored and measured. data: the folder with heldout.jsonl."""
     return BuildSettings(
-        score_tokens=100_000, score_length=LENGTH, score_batch=32, problems=PROBLEMS,
-        heldout=f"problems={data / 'heldout.jsonl'}", heldout_length=LENGTH, max_thinking=192,
+        score_tokens=100_000, score_length=192, score_batch=32, problems=PROBLEMS,
+        heldout=f"problems={data / 'heldout.jsonl'}", heldout_length=192, max_thinking=192,
     )  # fmt: skip
 
 
@@ -70,10 +69,9 @@ def demo(to: str | Path, *, tokens: float = 1e6, say: Say = print, overwrite: bo
         check_destination(folder, overwrite=overwrite)
     say("The parent is a 2-million-parameter reasoner that ships with the package: Mamba-2, attention and MoE layers.")
     if not data.exists():
-        num_problems = max(TRAIN_PROBLEMS, round(tokens / LENGTH))  # a long run sees none of them twice
-        say(f"writing {num_problems:,} practice problems with their reasoning")
+        say(f"writing {TRAIN_PROBLEMS:,} practice problems with their reasoning")
         with new_folder(data) as folder:
-            tasks.write_jsonl(folder / "train.jsonl", "train", num_problems)
+            tasks.write_jsonl(folder / "train.jsonl", "train", TRAIN_PROBLEMS)
             tasks.write_jsonl(folder / "heldout.jsonl", "test", PROBLEMS)
     nest = build(
         demo_evaluation(data),

@@ -1,0 +1,106 @@
+/* One step of Mamba-2: a short convolution over the last few tokens, then the state of every head decays and takes in
+   the new token. The rounding follows the stock model's single-token path. */
+
+#include "native.h"
+
+/* The convolution of channels begin to end of one row; what falls out of the window is forgotten. */
+static void convolve(const Model *model, const Block *block, const Slot *slot, float *x, int begin, int end) {
+    int taps = block->conv, kept = (int)slot->capacity, is_bf16 = model->is_bf16;
+    for (int c = begin; c < end; c++) {
+        float window[64];
+        for (int i = 0; i < kept; i++) window[i] = load(slot->first, (int64_t)c * kept + i, slot->first_is_bf16);
+        window[kept] = x[c];
+        float sum = 0;
+        for (int i = 0; i < taps; i++) sum += at(block->conv_weight, (int64_t)c * taps + i) * window[kept + 1 - taps + i];
+        if (block->conv_bias.data) sum += at(block->conv_bias, c);
+        x[c] = rounded(silu(rounded(sum, is_bf16)), is_bf16);
+        for (int i = 0; i < kept; i++) store(slot->first, (int64_t)c * kept + i, window[i + 1], slot->first_is_bf16);
+    }
+}
+
+/* One head of one row. projected: [z + x + B + C + dt], of which x, B and C are convolved. to: [mdim]. */
+static void scan_head(const Model *model, const Block *block, const Slot *slot, const float *projected, int head, float *to) {
+    int size = block->mdim, state = block->state, inner = block->mambas * size, is_bf16 = model->is_bf16;
+    int group = head / (block->mambas / block->groups);
+    const float *x = projected + inner + head * size;
+    const float *b = projected + 2 * inner + group * state, *c = b + block->groups * state;
+    float dt = projected[2 * inner + 2 * block->groups * state + head];
+    dt = rounded(dt + rounded(at(block->dt_bias, head), is_bf16), is_bf16);
+    dt = rounded(dt > 20.0f ? dt : log1pf(expf(dt)), is_bf16);
+    float decay = expf(dt * -expf(at(block->a_log, head)));
+    float d = at(block->d, head);
+    int d_is_bf16 = block->d.is_bf16;
+    float taken[1024];
+    for (int j = 0; j < state; j++) taken[j] = rounded(dt * b[j], is_bf16);
+    for (int i = 0; i < size; i++) {
+        int64_t start = ((int64_t)head * size + i) * state;
+        lanes sums = {0};
+        float *kept = (float *)slot->second + start, sum = 0;
+        int j = 0;
+        if (!slot->second_is_bf16) {
+            for (; j + LANES <= state; j += LANES) {
+                lanes more, value;
+                for (int n = 0; n < LANES; n++) more[n] = rounded(taken[j + n] * x[i], is_bf16);
+                value = *(lanes *)(kept + j) * decay + more;
+                *(lanes *)(kept + j) = value;
+                for (int n = 0; n < LANES; n++) value[n] = rounded(value[n], is_bf16);
+                sums += value * *(const lanes *)(c + j);
+            }
+            sum = total(sums);
+        }
+        for (; j < state; j++) {
+            float value = load(slot->second, start + j, slot->second_is_bf16) * decay + rounded(taken[j] * x[i], is_bf16);
+            store(slot->second, start + j, value, slot->second_is_bf16);
+            sum += rounded(value, is_bf16) * c[j];
+        }
+        sum = rounded(sum, is_bf16);
+        to[i] = rounded(sum + rounded(x[i] * d, is_bf16 && d_is_bf16), is_bf16);
+    }
+}
+
+/* The gated norm over one group of one row, in place. */
+static void norm_group(const Model *model, const Block *block, const float *gate, float *x, int begin, int end) {
+    lanes sums = {0};
+    float sum = 0;
+    for (int i = begin; i < end; i++) x[i] = x[i] * silu(gate[i]);
+    int i = begin;
+    for (; i + LANES <= end; i += LANES) sums += *(lanes *)(x + i) * *(lanes *)(x + i);
+    sum = total(sums);
+    for (; i < end; i++) sum += x[i] * x[i];
+    float scale = 1.0f / sqrtf(sum / (end - begin) + block->gate_eps);
+    for (int j = begin; j < end; j++)
+        x[j] = rounded(at(block->gate_norm, j) * rounded(x[j] * scale, model->is_bf16), model->is_bf16);
+}
+
+void scan(Worker *own, const Block *block) {
+    const Step *step = own->step;
+    const Model *model = step->model;
+    int64_t width = step->width, threads = step->num_threads;
+    int inner = block->mambas * block->mdim, channels = inner + 2 * block->groups * block->state;
+    int in_group = block->mambas / block->groups;
+    normalize(own, step->hidden, block->norm, block->eps);
+    project(own, &block->q, own->normed, model->hidden, step->wide, width, 0);
+    barrier(step->num_threads);
+    int64_t tasks = (int64_t)step->num_rows * channels;
+    for (int64_t at_task = tasks * own->thread / threads, end = tasks * (own->thread + 1) / threads; at_task < end;) {
+        int64_t row = at_task / channels, begin = at_task % channels;
+        int64_t stop = end - row * channels < channels ? end - row * channels : channels;
+        const Slot *slot = step->rows[row].slots + block->slot;
+        convolve(model, block, slot, step->wide + row * width + inner, (int)begin, (int)stop);
+        at_task += stop - begin;
+    }
+    barrier(step->num_threads);
+    tasks = (int64_t)step->num_rows * block->groups; /* a group has one norm, so its heads stay together */
+    for (int64_t task = tasks * own->thread / threads; task < tasks * (own->thread + 1) / threads; task++) {
+        int64_t row = task / block->groups;
+        int group = (int)(task % block->groups);
+        const float *projected = step->wide + row * width;
+        float *to = step->mixed + row * width;
+        for (int head = group * in_group; head < (group + 1) * in_group; head++)
+            scan_head(model, block, step->rows[row].slots + block->slot, projected, head, to + head * block->mdim);
+        norm_group(model, block, projected, to, group * in_group * block->mdim, (group + 1) * in_group * block->mdim);
+    }
+    barrier(step->num_threads);
+    project(own, &block->out, step->mixed, width, step->hidden, model->hidden, ADD);
+    barrier(step->num_threads);
+}

@@ -1,0 +1,188 @@
+/* One step of decoding in C: what the files of this folder share.
+
+   A step takes one token a row through every block of a model. Rows are independent: each number of a row is computed
+   by the same operations in the same order whatever the other rows are, how many there are, and how many threads run.
+   Weights are read where they lie (base pointer and row stride), so a member of a nest needs no copy of its own.
+
+   Activations are float32 buffers. In a bf16 model they hold values rounded to bf16 wherever the stock model rounds. */
+
+#ifndef NESTLING_NATIVE_H
+#define NESTLING_NATIVE_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define GROUP 16  /* rows that one pass over a weight serves */
+#define LANES 16  /* floats that are summed side by side in a dot product */
+#define PANEL 64  /* outputs that one call of `multiply` may ask for */
+
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+typedef struct {
+    const void *data; /* null: there is none */
+    int32_t is_bf16, stride;
+} Vector;
+
+typedef struct {
+    const void *data; /* [rows, cols] of one step's worth; null: there is none */
+    int64_t stride;   /* values from one row to the next */
+    int64_t leap;     /* values from one expert to the next */
+    int32_t rows, cols, is_bf16, pad;
+    Vector bias;
+} Matrix;
+
+enum { ATTENTION = 1, MAMBA = 2, DENSE = 3, EXPERTS = 4 };
+
+typedef struct {
+    int32_t kind;
+    int32_t slot; /* which of a row's slots holds the state of this block; -1: none */
+    Vector norm;
+    float eps;
+    int32_t heads, kv_heads, head, window, has_rope; /* attention; window 0: everything is seen */
+    float scale;
+    int32_t mambas, mdim, groups, state, conv; /* Mamba-2 */
+    float gate_eps;
+    int32_t is_gated;                                             /* silu(gate) * up, else relu(up) squared */
+    int32_t experts, active, is_sigmoid, is_normed, node_groups, node_active; /* router */
+    int32_t rounds_weights; /* the router's weights are rounded to bf16 */
+    float routed_scale;
+    Vector q_norm, k_norm;
+    Vector conv_weight, conv_bias, a_log, d, dt_bias, gate_norm;
+    Vector correction;
+    Matrix q, k, v, out; /* attention; Mamba: q is in_proj */
+    Matrix gate, up, down;
+    Matrix router, expert_gate, expert_up, expert_down, latent_in, latent_out;
+} Block;
+
+typedef struct {
+    int32_t num_blocks, num_slots, hidden, vocab, is_bf16, rounds_norm; /* rounds_norm: before the weight, as Llama */
+    float eps;
+    int32_t table; /* positions in the tables of cosines */
+    Vector norm;
+    Matrix embedding, head;
+    const Block *blocks;
+    const float *cosines, *sines; /* [table, head] */
+} Model;
+
+typedef struct {
+    void *first, *second; /* keys and values [kv, capacity, head], or conv [channel, kernel] and ssm [mamba, mdim, state] */
+    int64_t capacity;
+    int32_t first_is_bf16, second_is_bf16;
+} Slot;
+
+typedef struct {
+    int64_t token, position;
+    const Slot *slots;
+} Row;
+
+/* What every thread sees in a step. */
+typedef struct {
+    const Model *model;
+    const Row *rows;
+    int num_rows, num_threads;
+    float *logits;  /* [row, vocab] */
+    float *hidden;  /* [row, hidden] */
+    float *wide;    /* [row, width]: projections of a block */
+    float *mixed;   /* [row, width]: what the block's last projection reads */
+    float *parts;   /* [row, active, hidden]: what each expert gives */
+    float *inner;   /* [row, active, effn]: what each expert's last projection reads */
+    float *scores;  /* [row, expert] */
+    float *shared, *routed; /* [row, hidden]: what the shared expert gives, and the others together */
+    int64_t width, part, effn;
+} Step;
+
+/* What one thread has for itself. */
+typedef struct {
+    const Step *step;
+    int thread;
+    void *packed;    /* activations as the kernel wants them */
+    float *normed;   /* [row, hidden] */
+    float *scratch;  /* [GROUP, PANEL] twice, or a row's scores */
+    int32_t *chosen; /* [row, active] */
+    float *shares;   /* [row, active] */
+    int tiles; /* rows that the tile registers are set up for; 0: not set up */
+} Worker;
+
+static inline float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t to_bf16(float x) { /* to nearest, ties to even; not for NaN with a payload in the low half */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 64);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float rounded(float x, int is_bf16) { return is_bf16 ? from_bf16(to_bf16(x)) : x; }
+
+static inline float at(Vector v, int64_t i) {
+    i *= v.stride;
+    return v.is_bf16 ? from_bf16(((const uint16_t *)v.data)[i]) : ((const float *)v.data)[i];
+}
+
+static inline float load(const void *data, int64_t i, int is_bf16) {
+    return is_bf16 ? from_bf16(((const uint16_t *)data)[i]) : ((const float *)data)[i];
+}
+
+static inline void store(void *data, int64_t i, float x, int is_bf16) {
+    if (is_bf16) ((uint16_t *)data)[i] = to_bf16(x);
+    else ((float *)data)[i] = x;
+}
+
+/* e^x to about one unit in the last place: a function of ours gives one number whether it is vectorized or not. */
+static inline float exponential(float x) {
+    x = x > 88.7f ? 88.7f : x;
+    x = x < -87.3f ? -87.3f : x;
+    float n = rintf(x * 1.44269504088896341f);
+    float r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+static inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+
+static inline float total(lanes given) { /* one order of addition, whatever the compiler makes of loops */
+    float x[LANES];
+    memcpy(x, &given, sizeof x);
+    for (int i = 0; i < 8; i++) x[i] += x[i + 8];
+    for (int i = 0; i < 4; i++) x[i] += x[i + 4];
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+/* pool.c */
+void run_threads(int num_threads, void (*work)(void *, int), void *argument);
+void barrier(int num_threads);
+
+/* matmul.c */
+enum { ADD = 1, RAW = 2 }; /* add to what is there, as a residual; do not round to the model's width */
+int64_t packed_bytes(int64_t cols);
+void pack(Worker *own, const float *const *x, int num, int cols, int is_bf16);
+void multiply(Worker *own, const Matrix *w, int64_t expert, int num, int begin, int end, float *const *y, int flags);
+void share(const Worker *own, int size, int *begin, int *end);
+void project(Worker *own, const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t y_stride, int flags);
+void normalize(Worker *own, const float *x, Vector weight, float eps);
+
+/* attention.c, mamba.c, feedforward.c */
+void attend(Worker *own, const Block *block);
+void scan(Worker *own, const Block *block);
+void feed(Worker *own, const Block *block);
+void route(Worker *own, const Block *block);
+
+#endif
