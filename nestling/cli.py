@@ -1,26 +1,18 @@
 """The command line: a verb, the folder it reads, --to the folder it writes.
 
-Flags come from the settings dataclasses, so there is one place for a name, a default and its line of help; `--recipe
-FILE.toml` gives the same fields from a file. Exit code 2 for a bad request, 1 for a failure.
+Flags come from the settings dataclasses (nestling/flags.py). Exit code 2 for a bad request, 1 for a failure.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import functools
-import inspect as python_inspect
 import json
-import math
 import sys
-import tomllib
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from nestling import slicing
+from nestling.flags import add_field, add_settings, add_to, read_recipe, settings_of
 
 WITHOUT_TORCH = {"inspect", "slice", "verify"}  # or only where they must: importing it costs seconds
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
@@ -91,14 +83,14 @@ def _score_flags(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("parent")
     parser.add_argument("--data", required=True, help="JSONL files to calibrate on")
-    _add_to(parser)
-    _add_settings(parser, ScoreSettings)
+    add_to(parser)
+    add_settings(parser, ScoreSettings)
 
 
 def _score(given: argparse.Namespace) -> None:
     from nestling.score import ScoreSettings, score_folder
 
-    settings = _settings(given, ScoreSettings)
+    settings = settings_of(given, ScoreSettings)
     score_folder(
         settings, parent=Path(given.parent), data=given.data, to=Path(given.to), say=print, overwrite=given.overwrite
     )
@@ -108,7 +100,7 @@ def _sort_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parent")
     parser.add_argument("--scores", required=True, help="folder that `nestling score` wrote")
     parser.add_argument("--drop", default="", help="prefix of tensors to leave out knowingly, such as mtp")
-    _add_to(parser)
+    add_to(parser)
 
 
 def _sort(given: argparse.Namespace) -> None:
@@ -126,14 +118,14 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     from nestling.train import TrainSettings
 
     parser.add_argument("nest")
-    _add_to(parser)
-    _add_settings(parser, TrainSettings)
+    add_to(parser)
+    add_settings(parser, TrainSettings)
 
 
 def _train(given: argparse.Namespace) -> None:
     from nestling.train import TrainSettings, train
 
-    nest = train(_settings(given, TrainSettings), given.nest, given.to, overwrite=given.overwrite)
+    nest = train(settings_of(given, TrainSettings), given.nest, given.to, overwrite=given.overwrite)
     print(f"trained members {', '.join(nest.members)} into {given.to}")
 
 
@@ -149,9 +141,9 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     for name in EVALUATED:
-        _add_field(parser, BuildSettings, name)
+        add_field(parser, BuildSettings, name)
     for name in ("pack", "loss_on", "device"):
-        _add_field(parser, TrainSettings, name)
+        add_field(parser, TrainSettings, name)
 
 
 def _eval(given: argparse.Namespace) -> None:
@@ -172,7 +164,7 @@ def _eval(given: argparse.Namespace) -> None:
 
 def _report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("nest")
-    _add_to(parser)
+    add_to(parser)
 
 
 def _report(given: argparse.Namespace) -> None:
@@ -186,22 +178,22 @@ def _build_flags(parser: argparse.ArgumentParser) -> None:
     from nestling.train import TrainSettings
 
     parser.add_argument("parent")
-    _add_to(parser)
-    _add_settings(parser, TrainSettings, BuildSettings)
+    add_to(parser)
+    add_settings(parser, TrainSettings, BuildSettings)
 
 
 def _build(given: argparse.Namespace) -> None:
     from nestling.build import BuildSettings, build, members_table
     from nestling.train import TrainSettings
 
-    told = _recipe(given, TrainSettings, BuildSettings)
-    settings, training = _settings(given, BuildSettings, told), _settings(given, TrainSettings, told)
+    told = read_recipe(given, TrainSettings, BuildSettings)
+    settings, training = settings_of(given, BuildSettings, told), settings_of(given, TrainSettings, told)
     print(members_table(build(settings, training, given.parent, given.to, overwrite=given.overwrite)))
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=float, default=None, help="training tokens (default: the demo's own)")
-    _add_to(parser)
+    add_to(parser)
 
 
 def _demo(given: argparse.Namespace) -> None:
@@ -223,108 +215,3 @@ def _check_to(given: argparse.Namespace) -> None:
             raise ValueError(f"--to '{to}' would replace '{source}', which is read. Choose another folder.")
     if to.exists() and not given.overwrite:
         raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
-
-
-def _add_to(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--to", required=True, help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
-
-
-def _add_settings(parser: argparse.ArgumentParser, *classes: type) -> None:
-    """A flag for every field, and --recipe for a file with the same fields."""
-    parser.add_argument("--recipe", default="", help="TOML file with the same settings; flags override it")
-    for cls in classes:
-        for field in dataclasses.fields(cls):
-            _add_field(parser, cls, field.name)
-
-
-def _add_field(parser: argparse.ArgumentParser, cls: type, name: str) -> None:
-    (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
-    kind = typing.get_type_hints(cls)[name]
-    line = _help_lines(cls).get(name, "")
-    has_default = field.default is not dataclasses.MISSING
-    line += f" (default: {_show(field.default)})" if has_default and field.default not in ("", ()) else ""
-    options: dict[str, Any] = {"default": None, "help": line.replace("%", "%%"), "dest": name}
-    flag = "--" + name.replace("_", "-")
-    if kind is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-    elif typing.get_origin(kind) is tuple:
-        parser.add_argument(flag, action="append", metavar=name.upper(), **options)
-    else:
-        parser.add_argument(flag, type=_int if kind is int else kind, metavar=name.upper(), **options)
-
-
-def _settings(given: argparse.Namespace, cls: type, told: dict[str, Any] | None = None) -> Any:
-    """The settings of one dataclass: its defaults, under the recipe's values, under the flags."""
-    told = _recipe(given, cls) if told is None else told
-    names = {field.name for field in dataclasses.fields(cls)}
-    values = {k: v for k, v in told.items() if k in names}
-    values |= {k: v for k, v in vars(given).items() if k in names and v is not None}
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    missing = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in values]
-    if missing:
-        raise ValueError(f"not given: {', '.join('--' + name.replace('_', '-') for name in missing)}.")
-    return cls(**values)
-
-
-def _recipe(given: argparse.Namespace, *classes: type) -> dict[str, Any]:
-    if not given.recipe:
-        return {}
-    if not Path(given.recipe).is_file():
-        raise ValueError(f"recipe '{given.recipe}' is not a file; expected TOML with the names of the settings.")
-    try:
-        told = tomllib.loads(Path(given.recipe).read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe '{given.recipe}' is not TOML: {error}.") from error
-    fields = {
-        field.name: typing.get_type_hints(cls)[field.name] for cls in classes for field in dataclasses.fields(cls)
-    }
-    for name, value in told.items():
-        if name not in fields:
-            raise ValueError(
-                f"{given.recipe} sets '{name}', which is not a setting. Known: {', '.join(sorted(fields))}."
-            )
-        told[name] = _told(value, fields[name], f"{given.recipe}: {name} = {value!r}")
-    return told
-
-
-def _told(value: Any, kind: Any, where: str) -> Any:
-    """A recipe's value as its field takes it: whole numbers also as 4e6, as on the command line."""
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if typing.get_origin(kind) is tuple:
-        if isinstance(value, list) and all(isinstance(one, str) for one in value):
-            return tuple(value)
-        raise ValueError(f"{where} is not a list of strings.")
-    if not isinstance(value, (float, int) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where} is a {type(value).__name__}, expected {kind.__name__}.")
-    return value
-
-
-@functools.cache
-def _help_lines(cls: type) -> dict[str, str]:
-    """The comment behind every field of a dataclass: its line of help."""
-    source = python_inspect.getsource(cls)
-    lines = source.splitlines()
-    (body,) = ast.parse(source).body
-    assert isinstance(body, ast.ClassDef)
-    return {
-        node.target.id: lines[(node.end_lineno or 1) - 1].partition("  # ")[2]
-        for node in body.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-
-
-def _int(text: str) -> int:
-    """Whole numbers, also as 4e6."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(text) if text.isdigit() else int(number)  # a float would round a long seed
-
-
-def _show(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
