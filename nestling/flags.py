@@ -13,6 +13,7 @@ import functools
 import inspect as python_inspect
 import math
 import tomllib
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type) -> None:
 
 def add_field(parser: argparse.ArgumentParser, cls: type, name: str) -> None:
     (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
-    kind = typing.get_type_hints(cls)[name]
+    kind = _kinds(cls)[name]
     line = help_lines(cls).get(name, "")
     has_default = field.default is not dataclasses.MISSING
-    line += f" (default: {_show(field.default)})" if has_default and field.default not in ("", ()) else ""
+    line += f" (default: {_show(field.default)})" if has_default and field.default not in ("", (), None) else ""
     options: dict[str, Any] = {"default": None, "help": line.replace("%", "%%"), "dest": name}
     flag = "--" + name.replace("_", "-")
     if kind is bool:
@@ -49,7 +50,7 @@ def add_field(parser: argparse.ArgumentParser, cls: type, name: str) -> None:
 
 def settings_of(given: argparse.Namespace, cls: type, told: dict[str, Any] | None = None) -> Any:
     """The settings of one dataclass: its defaults, under the recipe's values, under the flags."""
-    told = read_recipe(given, cls) if told is None else told
+    told = (read_recipe(given, cls) if getattr(given, "recipe", "") else {}) if told is None else told
     names = {field.name for field in dataclasses.fields(cls)}
     values = {k: v for k, v in told.items() if k in names}
     values |= {k: v for k, v in vars(given).items() if k in names and v is not None}
@@ -69,9 +70,7 @@ def read_recipe(given: argparse.Namespace, *classes: type) -> dict[str, Any]:
         told = tomllib.loads(Path(given.recipe).read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe '{given.recipe}' is not TOML: {error}.") from error
-    fields = {
-        field.name: typing.get_type_hints(cls)[field.name] for cls in classes for field in dataclasses.fields(cls)
-    }
+    fields = {name: kind for cls in classes for name, kind in _kinds(cls).items()}
     for name, value in told.items():
         if name not in fields:
             raise ValueError(
@@ -79,6 +78,16 @@ def read_recipe(given: argparse.Namespace, *classes: type) -> dict[str, Any]:
             )
         told[name] = _told(value, fields[name], f"{given.recipe}: {name} = {value!r}")
     return told
+
+
+def _kinds(cls: type) -> dict[str, Any]:
+    """What each field takes; one that may be None takes what it is when it is set."""
+    hints = typing.get_type_hints(cls)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    for name, kind in kinds.items():
+        if isinstance(kind, types.UnionType):
+            (kinds[name],) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+    return kinds
 
 
 def _told(value: Any, kind: Any, where: str) -> Any:
