@@ -5,6 +5,7 @@ Nothing here reaches the network and no remote code is run: model classes are th
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -110,6 +111,25 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def codec(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What encodes and decodes behind a tokenizer, with neither padding nor truncation: safe to use from any thread,
+    which the tokenizer itself is not."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"the tokenizer is a {type(tokenizer).__name__} without a tokenizer.json: save it as fast one."
+        )
+    codec = copy.deepcopy(backend)
+    codec.no_padding()
+    codec.no_truncation()
+    return codec
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that mark and are not text."""
+    return frozenset(tokenizer.all_special_ids)
 
 
 def architecture_of(model: nn.Module) -> tuple[Architecture, Config]:

@@ -62,6 +62,13 @@ class Weights:
         """Bytes of the storage: those of the full member."""
         return sum(tensor.nbytes for tensor in self.full.values())
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that members hold beside the storage."""
+        ours = {tensor.untyped_storage().data_ptr() for tensor in self.full.values()}
+        beside = {cut.untyped_storage().data_ptr(): cut.untyped_storage().nbytes() for cut in self._cuts.values()}
+        return sum(nbytes for place, nbytes in beside.items() if place not in ours)
+
     def load(self, member: Member) -> Loaded:
         """A member as a stock model. Nothing that is loaded already changes."""
         nest, keep, layers = self.nest, prefix(member), self.nest.layers(member)

@@ -1,0 +1,220 @@
+"""The engine: a nest opened once, any of its members for any answer, many answers at once.
+
+One thread does all the computing; requests and cancellations come from any other. What is asked is checked where it
+is asked, before anything begins; what is admitted is bounded, so that more load means a refusal and not a lack of
+memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from nestling import hf
+from nestling.checkpoint import read_json
+from nestling.engine.answer import Answer
+from nestling.engine.decode import StockDecoder
+from nestling.engine.plain import Plain
+from nestling.engine.scheduler import Running, Scheduler
+from nestling.engine.settings import EngineSettings, EngineStats
+from nestling.engine.stream import AnswerStream, Outlet
+from nestling.engine.weights import Weights
+from nestling.events import CANCELLED
+from nestling.nest import FULL, Member, check_sizes, open_nest
+from nestling.request import Full, Request, TooLong
+
+
+class Engine:
+    """Answers requests with the members of one nest; see request.Runtime. Use it as a context, or close it."""
+
+    def __init__(self, folder: str | Path, *, settings: EngineSettings | None = None) -> None:
+        self.settings = settings or EngineSettings()
+        self.settings.check()
+        self.nest = open_nest(folder)
+        self.weights = Weights(self.nest, dtype=self.settings.dtype)
+        self.tokenizer = hf.load_tokenizer(folder)
+        self._codec = hf.codec(self.tokenizer)
+        self._stop_tokens = _stop_tokens(Path(folder), self.nest.config)
+        self._silent = hf.special_tokens(self.tokenizer)
+        self._running: dict[str, Running] = {}
+        for member in sorted(self.nest.members.values(), key=lambda one: one.name != FULL):
+            self._load(member)
+        self._scheduler = Scheduler(self._running, chunk=self.settings.chunk)
+        self._waiting: deque[Answer] = deque()
+        self._in_flight: dict[Outlet, int] = {}  # what runs or waits -> tokens that it may come to
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="nestling-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The members' names, the full one first."""
+        return tuple(self._running)
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return int(self.nest.config.get("max_position_embeddings") or 2**31)
+
+    def add_member(self, name: str, sizes: Mapping[str, int]) -> None:
+        """A member of other sizes, from now on; what runs goes on."""
+        if name in self._running:
+            raise ValueError(f"there is a member '{name}' already. Members: {', '.join(self.members)}.")
+        who = f"member '{name}'"
+        self._load(Member(name=name, sizes=check_sizes(self.nest.layout, self.nest.config, sizes, who=who)))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text; special tokens are read as such and none is added."""
+        return self._codec.encode(text, add_special_tokens=False).ids
+
+    def submit(self, request: Request) -> AnswerStream:
+        """Begin an answer; see request.Runtime."""
+        ids = self._check(request)
+        outlet = Outlet()
+        answer = Answer(
+            request=request,
+            outlet=outlet,
+            ids=ids,
+            machine=Plain(request.max_tokens),
+            tokenizer=self._codec,
+            silent=self._silent,
+            stop_tokens=self._stop_tokens | set(request.stop_tokens),
+            think=request.policy.think or self.members[0],
+            answer=request.policy.answer or self.members[0],
+        )
+        with self._changed:
+            if self._is_closed:
+                raise Full("the engine is closed.")
+            tokens = len(ids) + request.max_tokens
+            if len(self._waiting) >= self.settings.max_waiting + self._num_free:
+                raise Full(f"{len(self._waiting)} answers are waiting already, no more are admitted. Try again later.")
+            if sum(self._in_flight.values()) + tokens > self.settings.max_tokens_in_flight:
+                raise Full(
+                    f"{sum(self._in_flight.values()):,} tokens are in flight, and this answer may come to {tokens:,}: "
+                    f"more than the {self.settings.max_tokens_in_flight:,} that are admitted. Try again later."
+                )
+            self._in_flight[outlet] = tokens
+            self._waiting.append(answer)
+            self._changed.notify()
+        return AnswerStream(outlet, self._cancel)
+
+    def stats(self) -> EngineStats:
+        """What the engine does at the moment."""
+        with self._changed:
+            answers = list(self._scheduler.answers)
+            states = [state for answer in answers for state in (answer.state, answer.shadow) if state is not None]
+            return EngineStats(
+                rows_running=len(answers),
+                rows_waiting=len(self._waiting),
+                tokens_in_flight=sum(self._in_flight.values()),
+                weight_bytes=self.weights.nbytes,
+                copied_bytes=self.weights.copied_bytes,
+                row_bytes=sum(state.nbytes for state in states),
+                prefix_bytes=0,
+            )
+
+    def close(self) -> None:
+        """Cancel everything and give everything back."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def _num_free(self) -> int:
+        """Places for what waits."""
+        return max(0, self.settings.max_rows - len(self._scheduler.answers))
+
+    def _load(self, member: Member) -> None:
+        loaded = self.weights.load(member)
+        self._running[member.name] = Running(loaded=loaded, decoder=StockDecoder(loaded))
+
+    def _check(self, request: Request) -> list[int]:
+        """The prompt's tokens, of a request that can be done."""
+        request.policy.check(self.members)
+        request.sampling.check()
+        if type(request.max_tokens) is not int or request.max_tokens < 1:
+            raise ValueError(f"max_tokens is {request.max_tokens!r}: expected a whole number, 1 or more.")
+        if request.logprobs is not None and (type(request.logprobs) is not int or request.logprobs < 0):
+            raise ValueError(f"logprobs is {request.logprobs!r}: expected a whole number, 0 or more.")
+        vocab = self.nest.layout.sizes["vocab"]
+        if isinstance(request.prompt, str):
+            ids = self.encode(request.prompt)
+        else:
+            ids = list(request.prompt)
+            wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocab), None)
+            if wrong is not None:
+                raise ValueError(f"the prompt has token {wrong!r}: expected whole numbers from 0 to {vocab - 1}.")
+        if not ids:
+            raise ValueError("the prompt is empty: expected at least one token.")
+        most = self.settings.max_prompt or self.context
+        if len(ids) > most:
+            raise TooLong(f"the prompt has {len(ids):,} tokens, {most:,} are admitted.")
+        if len(ids) + request.max_tokens > self.context:
+            raise TooLong(
+                f"the prompt has {len(ids):,} tokens and max_tokens is {request.max_tokens:,}: together more than the "
+                f"{self.context:,} of this model's context."
+            )
+        return ids
+
+    def _cancel(self, outlet: Outlet) -> None:
+        outlet.is_cancelled = True
+        with self._changed:
+            self._changed.notify()
+
+    def _work(self) -> None:
+        if self.settings.threads:
+            torch.set_num_threads(self.settings.threads)
+        with torch.inference_mode():
+            while self._admit():
+                self._scheduler.turn()
+                self._forget()
+
+    def _admit(self) -> bool:
+        """Let what waits run where there is room; wait if there is nothing to do. False: the engine is closed."""
+        with self._changed:
+            while not (self._is_closed or self._waiting or self._scheduler.answers):
+                self._changed.wait()
+            if self._is_closed:
+                begun, left = self._scheduler.answers, list(self._waiting)
+                self._scheduler.answers = []
+                self._waiting.clear()
+                for answer in [*begun, *left]:
+                    answer.finish(CANCELLED)
+                self._in_flight.clear()
+                return False
+            cancelled = [answer for answer in self._waiting if answer.outlet.is_cancelled]
+            joining = []
+            for answer in cancelled:
+                self._waiting.remove(answer)
+            while self._waiting and len(joining) < self._num_free:
+                joining.append(self._waiting.popleft())
+        for answer in cancelled:
+            answer.finish(CANCELLED)
+        for answer in joining:
+            self._scheduler.add(answer)
+        return True
+
+    def _forget(self) -> None:
+        """Give back what finished answers had been granted."""
+        with self._changed:
+            alive = {answer.outlet for answer in (*self._scheduler.answers, *self._waiting)}
+            self._in_flight = {outlet: n for outlet, n in self._in_flight.items() if outlet in alive}
+
+
+def _stop_tokens(folder: Path, config: hf.Config) -> frozenset[int]:
+    """The tokens that end a text, where stock `generate` looks for them."""
+    file = folder / "generation_config.json"
+    told = read_json(file).get("eos_token_id") if file.is_file() else config.get("eos_token_id")
+    return frozenset(told if isinstance(told, list) else [] if told is None else [told])
