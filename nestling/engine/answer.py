@@ -2,7 +2,7 @@
 
 The context is the prompt and everything generated or forced since. A member's state has read some of it; what it has
 not read yet is what there is to do next: one token is a step of decoding, more are a prefill. So a prompt, a forced
-closing sentence and a hand-over to another member are the same thing.
+closing sentence and a hand-over to another member are the same thing to the scheduler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from nestling.engine.detokenizer import Detokenizer, Stops
 from nestling.engine.draw import Drawer, Drawn
-from nestling.engine.plain import Done, Force, Plain, Say, Switch
+from nestling.engine.handover import Trail
+from nestling.engine.plain import Plain
 from nestling.engine.state import RowState
 from nestling.engine.stream import Outlet
 from nestling.events import (
@@ -29,7 +30,9 @@ from nestling.events import (
     Text,
     Token,
 )
+from nestling.policy import REPLAY, SHADOW
 from nestling.request import Request
+from nestling.think import Action, Done, Force, Machine, Say, Switch
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Answer:
     request: Request
     outlet: Outlet
     ids: list[int]
-    machine: Plain
+    machine: Machine | Plain
     tokenizer: Any  # of the library tokenizers
     silent: Collection[int]  # tokens without text
     stop_tokens: Collection[int]
@@ -63,7 +66,9 @@ class Answer:
     answer: str
     state: RowState | None = None
     holder: str = ""
+    tag: int = 0  # tokens of the prompt before the tag that opens the thoughts; all, if there is none
     shadow: RowState | None = None  # of the answering member, while another thinks
+    num_shadowed: int = 0  # tokens that it has read there
     is_over: bool = False
     num_completed: int = 0
     num_reasoning: int = 0
@@ -79,11 +84,20 @@ class Answer:
         self._stops = Stops(self.request.stop)
         self._text = Detokenizer(self.tokenizer, silent=self.silent, before=self.ids)
         self.phase = Phase(self.machine.phase, self.member_of(self.machine.phase), time.perf_counter())
+        is_handed = not self.request.is_plain and self.think != self.answer
+        self.is_shadowed = is_handed and self.request.policy.handover == SHADOW
+        is_replayed = is_handed and self.request.policy.handover == REPLAY
+        self.trail = Trail(self.request.policy.replay) if is_replayed else None
 
     @property
     def member(self) -> str:
         """The member that generates."""
         return self.phase.member
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step is one token for the member that holds the state."""
+        return self.state is not None and self.holder == self.member and self.num_unread == 1 and self.state.length > 0
 
     @property
     def num_unread(self) -> int:
@@ -105,12 +119,12 @@ class Answer:
         """One more token was drawn."""
         if self.phase.first is None:
             self.phase.first = time.perf_counter()
-        self._count(drawn.id)
+        self.num_completed += 1
+        self.phase.num_tokens += 1
         if drawn.id in self.stop_tokens:
-            self._follow(self.machine.take(self._text.end(), count=0))
-            if not self.is_over:
-                self._follow(self.machine.stop(count=1))
+            self._follow([*self.machine.take(self._text.end(), count=0), *self.machine.stop()])
             return
+        self.ids.append(drawn.id)
         text = self._text.add(drawn.id)
         self._tokens.append(self._token(drawn, text))
         self._follow(self.machine.take(text))
@@ -120,13 +134,15 @@ class Answer:
         if self.is_over:
             return
         if not stop and reason != CANCELLED:
-            rest = self._text.end()
-            self._follow([*(self.machine.take(rest, count=0) if rest else []), *self.machine.end()], is_last=True)
-            if self.phase.name == ANSWERING:
-                self._say(ANSWERING, self._stops.end(), is_searched=False)
-        if self._tokens and not stop:  # the last ones had no text
-            self._tell()
-            self.outlet.put(Text(phase=self.phase.name, text="", tokens=tuple(self._tokens)))
+            for said in self.machine.end():
+                self._say(said.phase, said.text)
+            self._say(self.phase.name, self._text.end())
+            if not self.is_over:
+                self._put(self.phase.name, self._stops.end())
+        if self.is_over:
+            return  # a stop string came to light
+        if self._tokens and not stop and reason != CANCELLED:  # the last ones had no text
+            self._put(self.phase.name, "", is_empty=False)
         self._close_phase()
         self._release()
         self.outlet.put(
@@ -150,14 +166,12 @@ class Answer:
         self.is_over = True
         self.state = self.shadow = None
 
-    def _follow(self, actions: list[Any], *, is_last: bool = False) -> None:
+    def _follow(self, actions: list[Action]) -> None:
         for action in actions:
             if self.is_over:
                 return
             if isinstance(action, Say):
                 self._say(action.phase, action.text)
-            elif is_last:
-                continue
             elif isinstance(action, Force):
                 self._force(action.text)
             elif isinstance(action, Switch):
@@ -166,21 +180,27 @@ class Answer:
                 assert isinstance(action, Done)
                 self.finish(action.reason)
 
-    def _say(self, phase: str, text: str, *, is_searched: bool = True) -> None:
-        if phase == ANSWERING and is_searched:
+    def _say(self, phase: str, text: str) -> None:
+        if phase == ANSWERING and not self._stops.found:
             text = self._stops.add(text)
-        if text:
-            self._tell()
-            self.outlet.put(Text(phase=phase, text=text, tokens=tuple(self._tokens)))
-            self._tokens.clear()
+        self._put(phase, text)
         if self._stops.found:
             self.finish(STOP, stop=self._stops.found)
 
+    def _put(self, phase: str, text: str, *, is_empty: bool = True) -> None:
+        """Send text with the tokens that it came from."""
+        if text or not is_empty:
+            self._tell()
+            self.outlet.put(Text(phase=phase, text=text, tokens=tuple(self._tokens)))
+            self._tokens.clear()
+
     def _force(self, text: str) -> None:
         """Tokens that nobody drew: they join the context."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        self.ids += tokens
+        self.num_completed += len(tokens)
+        self.phase.num_tokens += len(tokens)
         self.phase.is_forced = True
-        for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
-            self._count(token)
 
     def _switch(self, name: str) -> None:
         before = self.phase
@@ -225,11 +245,6 @@ class Answer:
                 is_forced=phase.is_forced,
             )
         )
-
-    def _count(self, token: int) -> None:
-        self.ids.append(token)
-        self.num_completed += 1
-        self.phase.num_tokens += 1
 
     def _token(self, drawn: Drawn, text: str) -> Token:
         top = tuple((i, self._name(i), logprob) for i, logprob in drawn.top)

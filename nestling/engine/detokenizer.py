@@ -2,7 +2,7 @@
 
 A character may be spread over several tokens, and a token's text may depend on the one before: text is what a decoding
 with the token has beyond one without it, and waits while it ends in half a character. All that is given, joined, is
-the decoding of all tokens.
+the decoding of all tokens, up to a character that was never completed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Detokenizer:
         return self._more(is_last=len(self._ids) - self._read >= MOST_HELD)
 
     def end(self) -> str:
-        """What is still held back."""
-        return self._more(is_last=True)
+        """What is still held back, without the half of a character that it may end in."""
+        return self._more(is_last=True).rstrip(HALF)
 
     def _more(self, *, is_last: bool) -> str:
         if self._read == len(self._ids):

@@ -11,21 +11,26 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nestling import hf
 from nestling.checkpoint import read_json
 from nestling.engine.answer import Answer
-from nestling.engine.decode import StockDecoder
+from nestling.engine.handover import why_not
+from nestling.engine.lean import decoder_for
 from nestling.engine.plain import Plain
+from nestling.engine.prefix import Prefixes
 from nestling.engine.scheduler import Running, Scheduler
 from nestling.engine.settings import EngineSettings, EngineStats
 from nestling.engine.stream import AnswerStream, Outlet
 from nestling.engine.weights import Weights
 from nestling.events import CANCELLED
 from nestling.nest import FULL, Member, check_sizes, open_nest
+from nestling.policy import REPLAY
 from nestling.request import Full, Request, TooLong
+from nestling.think import Machine, Tags
 
 
 class Engine:
@@ -40,10 +45,12 @@ class Engine:
         self._codec = hf.codec(self.tokenizer)
         self._stop_tokens = _stop_tokens(Path(folder), self.nest.config)
         self._silent = hf.special_tokens(self.tokenizer)
+        self.tags = _tags(self._codec)
+        self.prefixes = Prefixes(self.settings.prefix_bytes)
         self._running: dict[str, Running] = {}
         for member in sorted(self.nest.members.values(), key=lambda one: one.name != FULL):
             self._load(member)
-        self._scheduler = Scheduler(self._running, chunk=self.settings.chunk)
+        self._scheduler = Scheduler(self._running, chunk=self.settings.chunk, prefixes=self.prefixes)
         self._waiting: deque[Answer] = deque()
         self._in_flight: dict[Outlet, int] = {}  # what runs or waits -> tokens that it may come to
         self._changed = threading.Condition()
@@ -81,18 +88,20 @@ class Engine:
     def submit(self, request: Request) -> AnswerStream:
         """Begin an answer; see request.Runtime."""
         ids = self._check(request)
-        outlet = Outlet()
+        tag = self._open_tag(ids)
         answer = Answer(
             request=request,
-            outlet=outlet,
+            outlet=Outlet(),
             ids=ids,
-            machine=Plain(request.max_tokens),
+            machine=Plain(request.max_tokens) if request.is_plain else self._machine(request, is_open=tag < len(ids)),
             tokenizer=self._codec,
             silent=self._silent,
             stop_tokens=self._stop_tokens | set(request.stop_tokens),
             think=request.policy.think or self.members[0],
             answer=request.policy.answer or self.members[0],
+            tag=tag,
         )
+        outlet = answer.outlet
         with self._changed:
             if self._is_closed:
                 raise Full("the engine is closed.")
@@ -121,7 +130,10 @@ class Engine:
                 weight_bytes=self.weights.nbytes,
                 copied_bytes=self.weights.copied_bytes,
                 row_bytes=sum(state.nbytes for state in states),
-                prefix_bytes=0,
+                prefix_bytes=self.prefixes.nbytes,
+                num_prefix_hits=self.prefixes.num_hits,
+                num_prefix_misses=self.prefixes.num_misses,
+                num_reused=self.prefixes.num_reused,
             )
 
     def close(self) -> None:
@@ -131,6 +143,20 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
+    def _machine(self, request: Request, *, is_open: bool) -> Machine:
+        return Machine(
+            request.policy,
+            tags=self.tags,
+            max_tokens=request.max_tokens,
+            is_open=is_open,
+            measure=lambda text: len(self.encode(text)) if text else 0,
+        )
+
+    def _open_tag(self, ids: list[int]) -> int:
+        """Where the tag stands that the prompt's end is inside of; the prompt's length if thoughts are not open."""
+        opening, closing = (_last(ids, self.encode(tag)) if tag else -1 for tag in (self.tags.open, self.tags.close))
+        return opening if opening > closing else len(ids)
+
     @property
     def _num_free(self) -> int:
         """Places for what waits."""
@@ -138,12 +164,14 @@ class Engine:
 
     def _load(self, member: Member) -> None:
         loaded = self.weights.load(member)
-        self._running[member.name] = Running(loaded=loaded, decoder=StockDecoder(loaded))
+        how = {"decoder": self.settings.decoder, "threads": self.settings.threads}
+        self._running[member.name] = Running(loaded=loaded, decoder=decoder_for(loaded, **how))
 
     def _check(self, request: Request) -> list[int]:
         """The prompt's tokens, of a request that can be done."""
         request.policy.check(self.members)
         request.sampling.check()
+        self._check_handover(request)
         if type(request.max_tokens) is not int or request.max_tokens < 1:
             raise ValueError(f"max_tokens is {request.max_tokens!r}: expected a whole number, 1 or more.")
         if request.logprobs is not None and (type(request.logprobs) is not int or request.logprobs < 0):
@@ -167,6 +195,15 @@ class Engine:
                 f"{self.context:,} of this model's context."
             )
         return ids
+
+    def _check_handover(self, request: Request) -> None:
+        policy = request.policy
+        think, answer = (name or self.members[0] for name in (policy.think, policy.answer))
+        if request.is_plain or policy.handover != REPLAY or think == answer:
+            return
+        reason = why_not(self._running[think].loaded, self._running[answer].loaded)
+        if reason:
+            raise ValueError(f"handover 'replay' from '{think}' to '{answer}' cannot be done: {reason}. Use prefill.")
 
     def _cancel(self, outlet: Outlet) -> None:
         outlet.is_cancelled = True
@@ -211,6 +248,17 @@ class Engine:
         with self._changed:
             alive = {answer.outlet for answer in (*self._scheduler.answers, *self._waiting)}
             self._in_flight = {outlet: n for outlet, n in self._in_flight.items() if outlet in alive}
+
+
+def _last(ids: list[int], part: list[int]) -> int:
+    """Where `part` stands in `ids` for the last time; -1 if nowhere."""
+    places = (i for i in range(len(ids) - len(part), -1, -1) if ids[i : i + len(part)] == part)
+    return next(places, -1)
+
+
+def _tags(codec: Any) -> Tags:
+    known = codec.token_to_id("<think>") is not None and codec.token_to_id("</think>") is not None
+    return Tags(open="<think>", close="</think>") if known else Tags()
 
 
 def _stop_tokens(folder: Path, config: hf.Config) -> frozenset[int]:

@@ -2,31 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from nestling.events import ANSWERING, LENGTH, STOP
-
-
-@dataclass(frozen=True)
-class Say:
-    phase: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Force:
-    text: str
-
-
-@dataclass(frozen=True)
-class Switch:
-    phase: str
-
-
-@dataclass(frozen=True)
-class Done:
-    reason: str
+from nestling.think import Action, Done, Say
 
 
 class Plain:
@@ -37,20 +14,20 @@ class Plain:
     def __init__(self, max_tokens: int) -> None:
         self.room = max_tokens
 
-    def begin(self) -> list[Any]:
+    def begin(self) -> list[Action]:
         """What is to be done before the first token."""
         return []
 
-    def take(self, text: str, *, count: int = 1) -> list[Any]:
+    def take(self, text: str, *, count: int = 1) -> list[Action]:
         """See think.Machine."""
         self.room -= count
-        said = [Say(ANSWERING, text)] if text else []
+        said: list[Action] = [Say(ANSWERING, text)] if text else []
         return said if self.room > 0 else [*said, Done(LENGTH)]
 
-    def stop(self, *, count: int = 1) -> list[Any]:
+    def stop(self, *, count: int = 1) -> list[Action]:
         """The model ended its text."""
         return [Done(STOP)]
 
-    def end(self) -> list[Any]:
+    def end(self) -> list[Say]:
         """Nothing is held back."""
         return []

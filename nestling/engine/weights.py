@@ -33,6 +33,7 @@ class Loaded:
     member: Member
     config: Config  # its own, complete
     layout: Layout  # its own, as its parameters are named in memory
+    layers: tuple[int, ...]  # the parent's layers that it runs
     model: hf.PreTrainedModel
     dtype: torch.dtype  # of its activations
     shared: int  # bytes of parameters that lie in the nest's storage
@@ -86,6 +87,7 @@ class Weights:
             member=member,
             config=config,
             layout=self.layout.resize(nest.sizes(member), layers),
+            layers=tuple(layers),
             model=hf.assign(model, weights),
             dtype=self.dtype,
             shared=told[0],
