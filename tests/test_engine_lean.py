@@ -1,5 +1,7 @@
 """The lean decoder against the stock modules, and against itself in other company."""
 
+import shutil
+
 import pytest
 import tiny
 import torch
@@ -17,10 +19,8 @@ DTYPES = ("fp32", "bf16")
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled():
-    try:
-        native.library()
-    except native.NoLibrary as error:
-        pytest.skip(str(error))
+    if not any(map(shutil.which, native.COMPILERS)):
+        pytest.skip("no C compiler is here")
 
 
 @pytest.fixture(scope="module", params=[(name, dtype) for name in tiny.NAMES for dtype in DTYPES], ids="-".join)
@@ -153,7 +153,7 @@ def test_a_compiler_that_fails_is_told(tmp_path):
 
 
 def test_a_library_is_compiled_once(tmp_path, monkeypatch):
-    compiler = next(filter(None, map(native.shutil.which, native.COMPILERS)))
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
     native.load(compiler, tmp_path)
     monkeypatch.setattr(native, "_compile", lambda *args: pytest.fail("compiled again"))
     native.load(compiler, tmp_path)

@@ -1,7 +1,7 @@
 /* Attention of one token a row over the keys and values that its row has kept.
 
-   A task is one query head of one row. The new key and value are worked out by every head that shares them, because that
-   is cheaper than a barrier; the first of them writes the cache. */
+   A task is some query heads of one row that share keys and values. The new key and value are worked out by every task
+   that needs them, because that is cheaper than a barrier; the one with the first of the heads writes the cache. */
 
 #include "native.h"
 
@@ -27,63 +27,92 @@ static void rotate(float *x, int size, const float *cosines, const float *sines,
     }
 }
 
-static inline lanes widened(const void *data, int64_t i, int is_bf16) {
-    if (!is_bf16) return *(const lanes *)((const float *)data + i);
-    typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-    typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-    return (lanes)(__builtin_convertvector(*(const halves *)((const uint16_t *)data + i), words) << 16);
+/* to[head] += sum over t of p[head, t] rows[t], for `num` heads (at most 4) and one stretch of their dims. */
+static inline __attribute__((always_inline)) void gather(
+    float *to, int64_t size, const float *p, int64_t p_stride, const void *data, int64_t start, int64_t times, int is_bf16, int num
+) {
+    lanes acc[4];
+    for (int h = 0; h < num; h++) acc[h] = (lanes){0};
+    for (int64_t t = 0; t < times; t++) {
+        lanes here = widened(data, start + t * size, is_bf16);
+        for (int h = 0; h < num; h++) acc[h] += p[h * p_stride + t] * here;
+    }
+    for (int h = 0; h < num; h++) *(lanes *)(to + h * size) += acc[h];
 }
 
-static inline float dot(const float *x, const void *data, int64_t start, int size, int is_bf16) {
+static inline __attribute__((always_inline)) void gather_all(
+    float *to, int64_t size, const float *p, int64_t p_stride, const void *data, int64_t start, int64_t times, int is_bf16, int num
+) {
+    for (int h = 0; h < num;) {
+        int heads = num - h >= 4 ? 4 : 1;
+        float *there = to + h * size;
+        const float *shares = p + h * p_stride;
+        int i = 0;
+        for (; i + LANES <= size; i += LANES) {
+            if (heads == 4) gather(there + i, size, shares, p_stride, data, start + i, times, is_bf16, 4);
+            else gather(there + i, size, shares, p_stride, data, start + i, times, is_bf16, 1);
+        }
+        for (; i < size; i++)
+            for (int j = 0; j < heads; j++)
+                for (int64_t t = 0; t < times; t++)
+                    there[j * size + i] += shares[j * p_stride + t] * load(data, start + t * size + i, is_bf16);
+        h += heads;
+    }
+}
+
+/* What weighs each of `num` scores after the softmax, not yet divided by their sum, which is returned. */
+static float soften(float *p, int64_t num, float scale) {
+    float most = -INFINITY;
+    int64_t t = 0;
+    for (int64_t i = 0; i < num; i++) {
+        p[i] *= scale;
+        most = p[i] > most ? p[i] : most;
+    }
+    for (int64_t i = 0; i < num; i++) p[i] = exponential(p[i] - most);
     lanes sums = {0};
-    int i = 0;
-    for (; i + LANES <= size; i += LANES) sums += *(const lanes *)(x + i) * widened(data, start + i, is_bf16);
+    for (; t + LANES <= num; t += LANES) sums += *(lanes *)(p + t);
     float sum = total(sums);
-    for (; i < size; i++) sum += x[i] * load(data, start + i, is_bf16);
+    for (; t < num; t++) sum += p[t];
     return sum;
 }
 
-static inline void add(float *to, float p, const void *data, int64_t start, int size, int is_bf16) {
-    int i = 0;
-    for (; i + LANES <= size; i += LANES) *(lanes *)(to + i) += p * widened(data, start + i, is_bf16);
-    for (; i < size; i++) to[i] += p * load(data, start + i, is_bf16);
-}
-
-static void attend_head(Worker *own, const Block *block, const Row *row, const float *wide, int head, float *to) {
+/* Query heads head to head + num of one row, which share keys and values. wide: [q + k + v, head], to: [num, head]. */
+static void attend_heads(Worker *own, const Block *block, const Row *row, const float *wide, int head, int num, float *to) {
     const Model *model = own->step->model;
     const Slot *slot = row->slots + block->slot;
-    int size = block->head, is_bf16 = model->is_bf16, share_of = block->heads / block->kv_heads, kv = head / share_of;
-    float *q = own->scratch, *k = q + size, *v = k + size, *p = v + size;
-    int64_t now = row->position, start = kv * slot->capacity * size;
-    memcpy(q, wide + head * size, sizeof(float) * size);
+    int size = block->head, padded = (size + LANES - 1) / LANES * LANES, is_bf16 = model->is_bf16;
+    int share_of = block->heads / block->kv_heads, kv = head / share_of;
+    int64_t now = row->position, start = kv * slot->capacity * size, p_stride = (own->step->longest + LANES) / LANES * LANES;
+    float *k = own->scratch, *v = k + size, *q = v + size, *p = q + (int64_t)num * padded; /* p: [num, p_stride] */
     memcpy(k, wide + (block->heads + kv) * size, sizeof(float) * size);
     memcpy(v, wide + (block->heads + block->kv_heads + kv) * size, sizeof(float) * size);
-    if (block->q_norm.data) norm_head(q, size, block->q_norm, block->eps, model);
+    memset(q, 0, sizeof(float) * num * padded);
+    const float *cosines = model->cosines + now * size, *sines = model->sines + now * size;
     if (block->k_norm.data) norm_head(k, size, block->k_norm, block->eps, model);
-    if (block->has_rope) {
-        const float *cosines = model->cosines + now * size, *sines = model->sines + now * size;
-        rotate(q, size, cosines, sines, is_bf16);
-        rotate(k, size, cosines, sines, is_bf16);
+    if (block->has_rope) rotate(k, size, cosines, sines, is_bf16);
+    for (int h = 0; h < num; h++) {
+        float *x = q + h * padded;
+        memcpy(x, wide + (head + h) * size, sizeof(float) * size);
+        if (block->q_norm.data) norm_head(x, size, block->q_norm, block->eps, model);
+        if (block->has_rope) rotate(x, size, cosines, sines, is_bf16);
     }
     if (head % share_of == 0)
         for (int i = 0; i < size; i++) {
             store(slot->first, start + now * size + i, k[i], slot->first_is_bf16);
             store(slot->second, start + now * size + i, v[i], slot->second_is_bf16);
         }
-    int64_t first = block->window && now + 1 > block->window ? now + 1 - block->window : 0, num = now - first;
-    float most = 0;
-    for (int64_t t = 0; t <= num; t++) {
-        p[t] = t < num ? dot(q, slot->first, start + (first + t) * size, size, slot->first_is_bf16) : dot(q, k, 0, size, 0);
-        p[t] *= block->scale;
-        most = t && most > p[t] ? most : p[t];
-    }
-    float sum = 0;
-    for (int64_t t = 0; t <= num; t++) p[t] = exponential(p[t] - most);
-    for (int64_t t = 0; t <= num; t++) sum += p[t];
-    memset(to, 0, sizeof(float) * size);
-    for (int64_t t = 0; t < num; t++) add(to, p[t], slot->second, start + (first + t) * size, size, slot->second_is_bf16);
-    add(to, p[num], v, 0, size, 0);
-    for (int i = 0; i < size; i++) to[i] = rounded(to[i] / sum, is_bf16);
+    int64_t first = block->window && now + 1 > block->window ? now + 1 - block->window : 0, times = now - first;
+    const char *keys = (const char *)slot->first + (start + first * size) * (slot->first_is_bf16 ? 2 : 4);
+    dot_products(keys, size, slot->first_is_bf16, times, size, q, padded, num, p, p_stride);
+    dot_products(k, size, 0, 1, size, q, padded, num, p + times, p_stride);
+    float sums[GROUP];
+    for (int h = 0; h < num; h++) sums[h] = soften(p + h * p_stride, times + 1, block->scale);
+    for (int h = 0; h < num; h++)
+        for (int i = 0; i < size; i++) to[h * size + i] = p[h * p_stride + times] * v[i];
+    if (slot->second_is_bf16) gather_all(to, size, p, p_stride, slot->second, start + first * size, times, 1, num);
+    else gather_all(to, size, p, p_stride, slot->second, start + first * size, times, 0, num);
+    for (int h = 0; h < num; h++)
+        for (int i = 0; i < size; i++) to[h * size + i] = rounded(to[h * size + i] / sums[h], is_bf16);
 }
 
 void attend(Worker *own, const Block *block) {
@@ -95,11 +124,16 @@ void attend(Worker *own, const Block *block) {
     project(own, &block->k, own->normed, hidden, step->wide + block->heads * size, width, 0);
     project(own, &block->v, own->normed, hidden, step->wide + (block->heads + block->kv_heads) * size, width, 0);
     barrier(step->num_threads);
+    int share_of = block->heads / block->kv_heads;
     int64_t tasks = (int64_t)step->num_rows * block->heads;
-    int64_t from = tasks * own->thread / step->num_threads, end = tasks * (own->thread + 1) / step->num_threads;
-    for (int64_t task = from; task < end; task++) {
+    int64_t task = tasks * own->thread / step->num_threads, end = tasks * (own->thread + 1) / step->num_threads;
+    while (task < end) { /* as many heads at once as share a key, unless the others are another thread's */
         int64_t row = task / block->heads, head = task % block->heads;
-        attend_head(own, block, step->rows + row, step->wide + row * width, (int)head, step->mixed + row * width + head * size);
+        int64_t num = share_of - head % share_of < end - task ? share_of - head % share_of : end - task;
+        num = num < GROUP ? num : GROUP;
+        float *to = step->mixed + row * width + head * size;
+        attend_heads(own, block, step->rows + row, step->wide + row * width, (int)head, (int)num, to);
+        task += num;
     }
     barrier(step->num_threads);
     project(own, &block->out, step->mixed, width, step->hidden, hidden, ADD);

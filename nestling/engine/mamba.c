@@ -3,19 +3,32 @@
 
 #include "native.h"
 
-/* The convolution of channels begin to end of one row; what falls out of the window is forgotten. */
-static void convolve(const Model *model, const Block *block, const Slot *slot, float *x, int begin, int end) {
-    int taps = block->conv, kept = (int)slot->capacity, is_bf16 = model->is_bf16;
-    for (int c = begin; c < end; c++) {
-        float window[64];
-        for (int i = 0; i < kept; i++) window[i] = load(slot->first, (int64_t)c * kept + i, slot->first_is_bf16);
-        window[kept] = x[c];
-        float sum = 0;
-        for (int i = 0; i < taps; i++) sum += at(block->conv_weight, (int64_t)c * taps + i) * window[kept + 1 - taps + i];
-        if (block->conv_bias.data) sum += at(block->conv_bias, c);
-        x[c] = rounded(silu(rounded(sum, is_bf16)), is_bf16);
-        for (int i = 0; i < kept; i++) store(slot->first, (int64_t)c * kept + i, window[i + 1], slot->first_is_bf16);
+/* The convolution of one channel: what falls out of the window is forgotten, the newest comes last. */
+static inline __attribute__((always_inline)) float take_in(void *kept, int64_t num, const void *w, int taps, float x, int w_is_bf16, int is_bf16) {
+    float sum = 0;
+    for (int64_t i = 1; i < num; i++) {
+        float value = load(kept, i, is_bf16);
+        store(kept, i - 1, value, is_bf16);
+        if (i > num - taps) sum += load(w, i - 1 - num + taps, w_is_bf16) * value;
     }
+    store(kept, num - 1, x, is_bf16);
+    return sum + load(w, taps - 1, w_is_bf16) * x;
+}
+
+/* The convolution of channels begin to end of one row. */
+static void convolve(const Model *model, const Block *block, const Slot *slot, float *x, int begin, int end) {
+    int taps = block->conv, is_bf16 = model->is_bf16, wide = block->conv_weight.is_bf16;
+    int64_t kept = slot->capacity, step = slot->first_is_bf16 ? 2 : 4, w_step = wide ? 2 : 4;
+    for (int c = begin; c < end; c++) {
+        char *window = (char *)slot->first + c * kept * step;
+        const char *w = (const char *)block->conv_weight.data + (int64_t)c * taps * w_step;
+        if (slot->first_is_bf16 && wide && kept == 4 && taps == 4) x[c] = take_in(window, 4, w, 4, x[c], 1, 1);
+        else if (slot->first_is_bf16 && wide) x[c] = take_in(window, kept, w, taps, x[c], 1, 1);
+        else x[c] = take_in(window, kept, w, taps, x[c], wide, slot->first_is_bf16);
+    }
+    if (block->conv_bias.data)
+        for (int c = begin; c < end; c++) x[c] += at(block->conv_bias, c);
+    for (int c = begin; c < end; c++) x[c] = rounded(silu(rounded(x[c], is_bf16)), is_bf16);
 }
 
 /* One head of one row. projected: [z + x + B + C + dt], of which x, B and C are convolved. to: [mdim]. */
@@ -39,12 +52,9 @@ static void scan_head(const Model *model, const Block *block, const Slot *slot, 
         int j = 0;
         if (!slot->second_is_bf16) {
             for (; j + LANES <= state; j += LANES) {
-                lanes more, value;
-                for (int n = 0; n < LANES; n++) more[n] = rounded(taken[j + n] * x[i], is_bf16);
-                value = *(lanes *)(kept + j) * decay + more;
+                lanes value = *(lanes *)(kept + j) * decay + rounded_lanes(*(lanes *)(taken + j) * x[i], is_bf16);
                 *(lanes *)(kept + j) = value;
-                for (int n = 0; n < LANES; n++) value[n] = rounded(value[n], is_bf16);
-                sums += value * *(const lanes *)(c + j);
+                sums += rounded_lanes(value, is_bf16) * *(const lanes *)(c + j);
             }
             sum = total(sums);
         }

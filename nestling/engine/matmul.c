@@ -148,85 +148,114 @@ void release_tiles(Worker *own) { own->tiles = 0; }
 
 #endif
 
-typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-
-static inline __attribute__((always_inline)) lanes weights(const void *w, int64_t i, int is_bf16) {
-    if (!is_bf16) return *(const lanes *)((const float *)w + i);
-    words wide = __builtin_convertvector(*(const halves *)((const uint16_t *)w + i), words) << 16;
-    return (lanes)wide;
-}
-
-/* The dot products of `outs` weights with `rows` rows. sums: [PANEL, num], of which outs and rows from here on. */
-static inline __attribute__((always_inline)) void dots(
-    const void *w, int64_t stride, int is_bf16, int cols, const float *x, int padded, int outs, int rows, float *sums, int num
+/* The dot products of `outs` weights with `rows` rows, to[row, out]. cols: what a weight has; x has zeros up to `padded`. */
+static inline __attribute__((always_inline)) void block(
+    const void *w, int64_t stride, int is_bf16, int cols, const float *x, int padded, int outs, int rows, float *to,
+    int64_t to_stride
 ) {
-    lanes acc[4][4];
-    for (int o = 0; o < outs; o++)
-        for (int r = 0; r < rows; r++) acc[o][r] = (lanes){0};
+    lanes acc[16] = {{0}}; /* [row, out] */
     int k = 0;
-    for (; k + LANES <= cols; k += LANES) {
-        lanes there[4];
-        for (int r = 0; r < rows; r++) there[r] = *(const lanes *)(x + (int64_t)r * padded + k);
+    for (; k + LANES <= cols; k += LANES)
         for (int o = 0; o < outs; o++) {
-            lanes here = weights(w, o * stride + k, is_bf16);
-            for (int r = 0; r < rows; r++) acc[o][r] += here * there[r];
+            lanes here = widened(w, o * stride + k, is_bf16);
+            for (int r = 0; r < rows; r++) acc[4 * r + o] += here * *(const lanes *)(x + (int64_t)r * padded + k);
         }
-    }
     if (k < cols) {
         int width = is_bf16 ? 2 : 4;
         for (int o = 0; o < outs; o++) {
             char spare[LANES * 4] __attribute__((aligned(64))) = {0};
             memcpy(spare, (const char *)w + (o * stride + k) * width, (size_t)(cols - k) * width);
-            lanes here = weights(spare, 0, is_bf16);
-            for (int r = 0; r < rows; r++) acc[o][r] += here * *(const lanes *)(x + (int64_t)r * padded + k);
+            lanes here = widened(spare, 0, is_bf16);
+            for (int r = 0; r < rows; r++) acc[4 * r + o] += here * *(const lanes *)(x + (int64_t)r * padded + k);
         }
     }
-    for (int o = 0; o < outs; o++)
-        for (int r = 0; r < rows; r++) sums[o * num + r] = total(acc[o][r]);
+    if (outs == 1 && rows == 1) {
+        *to = total(acc[0]);
+        return;
+    }
+    float sums[16];
+    *(lanes *)sums = totals(acc);
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outs; o++) to[r * to_stride + o] = sums[4 * r + o];
 }
 
-static inline __attribute__((always_inline)) void with_lanes(
-    Worker *own, const Matrix *shape, const char *w, int is_bf16, int num, int out, int size, float *sums
+static inline __attribute__((always_inline)) void blocks(
+    const char *w, int64_t stride, int is_bf16, int64_t num_w, int cols, const float *x, int padded, int num_x, float *to,
+    int64_t to_stride
 ) {
-    int padded = (shape->cols + LANES - 1) / LANES * LANES;
-    int64_t width = is_bf16 ? 2 : 4;
-    for (int o = 0; o < size;) {
-        const char *here = w + (out + o) * shape->stride * width;
-        int outs = size - o >= 4 ? 4 : 1;
-        for (int r = 0; r < num;) {
-            const float *x = (const float *)own->packed + (int64_t)r * padded;
-            float *to = sums + o * num + r;
-            int rows = num - r >= 4 ? 4 : 1;
-            if (outs == 4 && rows == 4) dots(here, shape->stride, is_bf16, shape->cols, x, padded, 4, 4, to, num);
-            else if (outs == 4) dots(here, shape->stride, is_bf16, shape->cols, x, padded, 4, 1, to, num);
-            else if (rows == 4) dots(here, shape->stride, is_bf16, shape->cols, x, padded, 1, 4, to, num);
-            else dots(here, shape->stride, is_bf16, shape->cols, x, padded, 1, 1, to, num);
+    for (int64_t o = 0; o < num_w;) {
+        const char *here = w + o * stride * (is_bf16 ? 2 : 4);
+        int outs = num_w - o >= 4 ? 4 : 1;
+        for (int r = 0; r < num_x;) {
+            const float *from = x + (int64_t)r * padded;
+            float *there = to + r * to_stride + o;
+            int rows = num_x - r >= 4 ? 4 : num_x - r == 3 ? 3 : 1;
+            if (outs == 4 && rows == 4) block(here, stride, is_bf16, cols, from, padded, 4, 4, there, to_stride);
+            else if (outs == 4 && rows == 3) block(here, stride, is_bf16, cols, from, padded, 4, 3, there, to_stride);
+            else if (outs == 4) block(here, stride, is_bf16, cols, from, padded, 4, 1, there, to_stride);
+            else if (rows == 4) block(here, stride, is_bf16, cols, from, padded, 1, 4, there, to_stride);
+            else if (rows == 3) block(here, stride, is_bf16, cols, from, padded, 1, 3, there, to_stride);
+            else block(here, stride, is_bf16, cols, from, padded, 1, 1, there, to_stride);
             r += rows;
         }
         o += outs;
     }
 }
 
+/* Dot products of num_w weights [num_w, cols] with num_x rows [num_x, padded]: to[x, w]. */
+void dot_products(
+    const void *w, int64_t stride, int is_bf16, int64_t num_w, int cols, const float *x, int padded, int num_x, float *to,
+    int64_t to_stride
+) {
+    if (is_bf16) blocks(w, stride, 1, num_w, cols, x, padded, num_x, to, to_stride);
+    else blocks(w, stride, 0, num_w, cols, x, padded, num_x, to, to_stride);
+}
+
+/* What a product becomes: with its bias, rounded, added to what is there. */
+static inline __attribute__((always_inline)) void finish(
+    float *to, const float *sums, const Matrix *w, int first, int size, int is_bf16, int adds
+) {
+    int i = 0;
+    for (; i + LANES <= size && !w->bias.data; i += LANES) {
+        lanes value = rounded_lanes(*(const lanes *)(sums + i), is_bf16);
+        *(lanes *)(to + i) = adds ? rounded_lanes(*(lanes *)(to + i) + value, is_bf16) : value;
+    }
+    for (; i < size; i++) {
+        float value = sums[i];
+        if (w->bias.data) value += at(w->bias, first + i);
+        value = rounded(value, is_bf16);
+        to[i] = adds ? rounded(to[i] + value, is_bf16) : value;
+    }
+}
+
 /* Outputs begin to end (at most PANEL) of the packed rows. y: num pointers, each to where output `begin` goes. */
 void multiply(Worker *own, const Matrix *w, int64_t expert, int num, int begin, int end, float *const *y, int flags) {
-    float sums[PANEL * GROUP] __attribute__((aligned(64)));
+    float sums[PANEL * GROUP + LANES] __attribute__((aligned(64))), turned[PANEL * GROUP] __attribute__((aligned(64)));
+    const float *from = turned; /* [row, PANEL] */
     const char *data = (const char *)w->data + expert * w->leap * (w->is_bf16 ? 2 : 4);
     int size = end - begin, is_bf16 = own->step->model->is_bf16 && !(flags & RAW);
 #if HAS_TILES
-    if (use_tiles && w->is_bf16) with_tiles(own, w, (const uint16_t *)data, num, begin, size, sums);
-    else
+    if (use_tiles && w->is_bf16) {
+        with_tiles(own, w, (const uint16_t *)data, num, begin, size, sums); /* [PANEL, num] */
+        if (num == 1) from = sums;
+        else
+            for (int i = 0; i < size; i += 16) {
+                lanes block[16];
+                for (int j = 0; j < 16; j++)
+                    memcpy(&block[j], sums + (i + j) * num, sizeof(lanes)); /* lanes from `num` on are the next row's */
+                transpose(block);
+                for (int row = 0; row < num; row++) *(lanes *)(turned + row * PANEL + i) = block[row];
+            }
+    } else
 #endif
-    if (w->is_bf16) with_lanes(own, w, data, 1, num, begin, size, sums);
-    else with_lanes(own, w, data, 0, num, begin, size, sums);
+    {
+        int padded = (w->cols + LANES - 1) / LANES * LANES;
+        const char *here = data + begin * w->stride * (w->is_bf16 ? 2 : 4);
+        dot_products(here, w->stride, w->is_bf16, size, w->cols, own->packed, padded, num, turned, PANEL);
+    }
     for (int row = 0; row < num; row++) {
-        float *to = y[row];
-        for (int i = 0; i < size; i++) {
-            float value = sums[i * num + row];
-            if (w->bias.data) value += at(w->bias, begin + i);
-            value = rounded(value, is_bf16);
-            to[i] = flags & ADD ? rounded(to[i] + value, is_bf16) : value;
-        }
+        if (flags & ADD) finish(y[row], from + row * PANEL, w, begin, size, is_bf16, 1);
+        else finish(y[row], from + row * PANEL, w, begin, size, is_bf16, 0);
     }
 }
 

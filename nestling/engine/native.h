@@ -14,6 +14,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #define GROUP 16  /* rows that one pass over a weight serves */
 #define LANES 16  /* floats that are summed side by side in a dot product */
 #define PANEL 64  /* outputs that one call of `multiply` may ask for */
@@ -90,7 +94,7 @@ typedef struct {
     float *inner;   /* [row, active, effn]: what each expert's last projection reads */
     float *scores;  /* [row, expert] */
     float *shared, *routed; /* [row, hidden]: what the shared expert gives, and the others together */
-    int64_t width, part, effn;
+    int64_t width, part, effn, longest;
 } Step;
 
 /* What one thread has for itself. */
@@ -158,12 +162,68 @@ static inline float exponential(float x) {
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 static inline float silu(float x) { return x / (1.0f + exponential(-x)); }
 
+typedef int32_t picks __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (picks){__VA_ARGS__})
+#endif
+
+/* LANES values of a weight or a cache as float32. */
+static inline __attribute__((always_inline)) lanes widened(const void *data, int64_t i, int is_bf16) {
+    if (!is_bf16) return *(const lanes *)((const float *)data + i);
+#ifdef __AVX512F__ /* gcc 12 widens in two halves */
+    return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)((const uint16_t *)data + i))), 16);
+#endif
+    return (lanes)(__builtin_convertvector(*(const halves *)((const uint16_t *)data + i), words) << 16);
+}
+
+/* Each lane rounded to bf16, as `rounded`. */
+static inline __attribute__((always_inline)) lanes rounded_lanes(lanes x, int is_bf16) {
+    if (!is_bf16) return x;
+    words bits = (words)x;
+    words near = (bits + 0x7fffu + ((bits >> 16) & 1)) & 0xffff0000u;
+    words is_nan = (words)(x != x);
+    return (lanes)((near & ~is_nan) | (bits & is_nan));
+}
+
 static inline float total(lanes given) { /* one order of addition, whatever the compiler makes of loops */
     float x[LANES];
     memcpy(x, &given, sizeof x);
     for (int i = 0; i < 8; i++) x[i] += x[i + 8];
     for (int i = 0; i < 4; i++) x[i] += x[i + 4];
     return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+/* Lane i is the total of x[i], added in the same order as `total`. */
+static inline __attribute__((always_inline)) lanes totals(const lanes *x) {
+    lanes y[8], z[4], u[2];
+    for (int i = 0; i < 8; i++)
+        y[i] = SHUFFLE(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               SHUFFLE(x[2 * i], x[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        z[i] = SHUFFLE(y[2 * i], y[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               SHUFFLE(y[2 * i], y[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        u[i] = SHUFFLE(z[2 * i], z[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+               SHUFFLE(z[2 * i], z[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    return SHUFFLE(u[0], u[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           SHUFFLE(u[0], u[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+/* Rows become columns. */
+static inline __attribute__((always_inline)) void transpose(lanes *x) {
+    lanes y[16];
+    for (int step = 0; step < 4; step++) { /* each step interleaves row i with row i + 8 */
+        for (int i = 0; i < 8; i++) {
+            y[2 * i] = SHUFFLE(x[i], x[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            y[2 * i + 1] = SHUFFLE(x[i], x[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        memcpy(x, y, sizeof y);
+    }
 }
 
 /* pool.c */
@@ -174,6 +234,10 @@ void barrier(int num_threads);
 enum { ADD = 1, RAW = 2 }; /* add to what is there, as a residual; do not round to the model's width */
 int64_t packed_bytes(int64_t cols);
 void pack(Worker *own, const float *const *x, int num, int cols, int is_bf16);
+void dot_products(
+    const void *w, int64_t stride, int is_bf16, int64_t num_w, int cols, const float *x, int padded, int num_x, float *to,
+    int64_t to_stride
+);
 void multiply(Worker *own, const Matrix *w, int64_t expert, int num, int begin, int end, float *const *y, int flags);
 void share(const Worker *own, int size, int *begin, int *end);
 void project(Worker *own, const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t y_stride, int flags);

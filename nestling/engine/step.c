@@ -22,7 +22,7 @@ static Widths widths(const Model *model, int64_t longest) {
         if (b->kind == ATTENTION) {
             w.width = larger(w.width, (int64_t)(b->heads + 2 * b->kv_heads) * b->head);
             w.cols = larger(w.cols, b->out.cols);
-            w.scratch = larger(w.scratch, 3 * b->head + longest + 1);
+            w.scratch = larger(w.scratch, 2 * b->head + GROUP * (b->head + LANES + longest + LANES));
         } else if (b->kind == MAMBA) {
             w.width = larger(w.width, b->q.rows);
             w.cols = larger(w.cols, b->out.cols);
@@ -103,7 +103,7 @@ static void work(void *given, int thread) {
 
 /* Every row reads its token. logits: [row, vocab]; workspace: as many bytes as `workspace_bytes` says. */
 void take_step(const Model *model, const Row *rows, int num_rows, int num_threads, int64_t longest, float *logits, char *workspace) {
-    Step step = {.model = model, .rows = rows, .num_rows = num_rows, .num_threads = num_threads, .logits = logits};
+    Step step = {.model = model, .rows = rows, .num_rows = num_rows, .num_threads = num_threads, .longest = longest, .logits = logits};
     Worker workers[num_threads];
     Widths w = widths(model, longest);
     lay_out(&step, workers, &w, (char *)aligned((int64_t)(uintptr_t)workspace));
