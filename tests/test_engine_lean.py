@@ -10,6 +10,7 @@ from nestling import hf
 from nestling.engine import lean, native
 from nestling.engine.decode import StockDecoder, read
 from nestling.engine.lean import LeanDecoder, decoder_for
+from nestling.engine.pace import KEPT, PROBE, Pace
 from nestling.engine.state import RowState
 from nestling.engine.weights import Weights
 from nestling.nest import FULL, Member, open_nest
@@ -103,6 +104,7 @@ def test_a_row_is_the_same_bit_for_bit_in_any_company(full):
 def test_threads_change_no_bit(full):
     one, two = states(full, 3, 7, 1), states(full, 3, 7, 1)
     first, second = LeanDecoder(full, threads=1), LeanDecoder(full, threads=3)
+    second._pace.choices = [3]
     for tokens in zip(*prompts(4, 4, 4), strict=True):
         assert torch.equal(first.step(one, tokens), second.step(two, tokens))
 
@@ -184,3 +186,32 @@ def test_a_token_that_is_not_in_the_vocabulary_is_caught_before_memory_is_read(f
     for token in (-1, tiny.VOCAB):
         with pytest.raises(AssertionError):
             LeanDecoder(full).step([row], [token])
+
+
+def test_the_number_of_threads_follows_what_steps_take():
+    cost = {4: 1.0, 2: 2.0, 1: 3.0}
+    pace = Pace(4)
+
+    def run(number):
+        chosen = []
+        for _ in range(number):
+            chosen.append(pace.choose(1))
+            pace.note(1, chosen[-1], cost[chosen[-1]])
+        return chosen
+
+    assert set(run(3 * KEPT)) == {4, 2, 1}
+    assert run(2 * PROBE).count(4) > 1.8 * PROBE
+    cost[4] = 9.0  # another process has come
+    run(8 * PROBE)
+    assert run(2 * PROBE).count(2) > 1.8 * PROBE
+    cost[4] = 1.0  # and gone
+    run(8 * PROBE)
+    assert run(2 * PROBE).count(4) > 1.8 * PROBE
+
+
+def test_one_slow_step_is_not_the_rule():
+    pace = Pace(2)
+    for i in range(40):
+        threads = pace.choose(1)
+        pace.note(1, threads, 100.0 if i == 20 else {2: 1.0, 1: 1.5}[threads])
+    assert pace.choose(1) == 2

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from operator import is_
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from nestling.engine import native
 from nestling.engine.decode import Decoder, StockDecoder
 from nestling.engine.native import Block, Matrix, Model, Row, Slot, Vector
+from nestling.engine.pace import Pace
 from nestling.engine.state import RowState
 from nestling.engine.weights import Loaded
 
@@ -39,7 +41,8 @@ class Unknown(ValueError):
 
 
 def decoder_for(member: Loaded, *, decoder: str = AUTO, threads: int = 0) -> Decoder:
-    """A member's decoder. auto: lean where it can be, else stock with a line in the log; threads: 0 for torch's."""
+    """A member's decoder. auto: the lean one where it can be, else the stock modules and a line in the log; threads: at
+    most so many, 0: as many as torch has."""
     if decoder not in CHOICES:
         raise ValueError(f"decoder '{decoder}' is not known: expected one of {', '.join(CHOICES)}.")
     if decoder == STOCK:
@@ -57,8 +60,9 @@ class LeanDecoder:
     """Steps rows of one member, all in one pass over its weights."""
 
     def __init__(self, member: Loaded, *, threads: int = 0) -> None:
+        """threads: at most so many; 0: as many as torch has."""
         self._library = native.library()
-        self._threads = self._library.ready_threads(min(threads or torch.get_num_threads(), MOST["threads"]))
+        self._pace = Pace(self._library.ready_threads(min(threads or torch.get_num_threads(), MOST["threads"])))
         self._member = member  # holds the parameters, whose addresses the C keeps
         self._held: list[Tensor] = []  # and what else it keeps addresses of
         self._slots: WeakKeyDictionary[RowState, tuple[list[Tensor], Any]] = WeakKeyDictionary()
@@ -76,12 +80,15 @@ class LeanDecoder:
             row.reserve(row.length + 1)
             asked[i].token, asked[i].position, asked[i].slots = token, row.length, self._slots_of(row)
         logits = torch.empty(len(rows), self._model.vocab)
-        needed = self._library.workspace_bytes(self._model, len(rows), self._threads, longest)
+        threads = self._pace.choose(len(rows))
+        needed = self._library.workspace_bytes(self._model, len(rows), threads, longest)
         if needed > self._workspace.numel():
             self._workspace = torch.empty(needed * 5 // 4, dtype=torch.uint8)
+        started = perf_counter()
         self._library.take_step(
-            self._model, asked, len(rows), self._threads, longest, logits.data_ptr(), self._workspace.data_ptr()
+            self._model, asked, len(rows), threads, longest, logits.data_ptr(), self._workspace.data_ptr()
         )
+        self._pace.note(len(rows), threads, perf_counter() - started)
         for row in rows:
             row.length += 1
         return logits
