@@ -94,15 +94,20 @@ class Machine:
         """is_open: the prompt ends inside thoughts. measure: the number of tokens that a forced text will take."""
         if is_open and not tags.close:
             raise ValueError("the prompt ends inside thoughts, but no tag is known that closes them.")
+        for tag in filter(None, (tags.open, tags.close, tags.tool_open)):
+            if tag in policy.closing:
+                raise ValueError(f"closing: the sentence contains the tag '{tag}', which would end it.")
         self.phase = THINKING if is_open else ANSWERING
         self.num_tokens = 0  # all so far, forced ones included
         self.num_thinking = 0  # drawn while thinking
         self._tags, self._measure = tags, measure
+        self._tag_cost = measure(tags.close) if tags.close else 0
         self._max_tokens, self._budget = max_tokens, policy.thinking_token_budget
         self._reserve = policy.reserve(max_tokens)
         self._closing = policy.closing
-        if self._reserve + self._closing_cost() >= max_tokens:
-            self._closing = ""  # there would be no room to think
+        self._closing_cost = measure(self._closing + tags.close) if tags.close else 0
+        if self._reserve + self._closing_cost >= max_tokens:  # there would be no room to think
+            self._closing, self._closing_cost = "", self._tag_cost
         self._held = ""
         self._has_spoken = False  # something was said in this phase
         self._is_done = False
@@ -116,7 +121,7 @@ class Machine:
         if self.phase != THINKING:
             return left
         of_budget = left if self._budget is None else self._budget - self.num_thinking
-        of_length = left - self._reserve - (self._closing_cost() if self._reserve else 0)
+        of_length = left - self._reserve - (self._closing_cost if self._reserve else 0)
         if of_length <= 0 and not self._can_close():
             of_length = left  # no answer would fit behind the closing tag: the thoughts may as well go on
         return max(0, min(of_budget, of_length))
@@ -187,10 +192,10 @@ class Machine:
         """End the thoughts by force. A tag that is spelled in several tokens and has begun is completed; one that is a
         token of its own cannot have begun, so what looks like it is text."""
         close, held, self._held = self._tags.close, self._held, ""
-        num_begun = _overlap(held, close) if self._measure(close) > 1 else 0
+        num_begun = _overlap(held, close) if self._tag_cost > 1 else 0
         said = self._say(held[: len(held) - num_begun])
         forced = close[num_begun:]
-        is_cheap = self.num_tokens + self._closing_cost() + max(1, self._reserve) <= self._max_tokens
+        is_cheap = self.num_tokens + self._closing_cost + max(1, self._reserve) <= self._max_tokens
         if self._has_spoken and not num_begun and is_cheap:
             said += self._say(self._closing)
             forced = self._closing + close
@@ -199,10 +204,7 @@ class Machine:
 
     def _can_close(self) -> bool:
         """Whether a forced end leaves room for an answer."""
-        return self.num_tokens + self._measure(self._tags.close) < self._max_tokens
-
-    def _closing_cost(self) -> int:
-        return self._measure(self._closing + self._tags.close) if self._tags.close else 0
+        return self.num_tokens + self._tag_cost < self._max_tokens
 
     def _switch(self, phase: str) -> Switch:
         self.phase, self._has_spoken = phase, False

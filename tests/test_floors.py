@@ -21,10 +21,22 @@ CODE = [
 MAX_LINES = 400
 
 FLOORS = (
-    ("axes", "documents", "events", "flags", "policy", "presets", "sampling", "shards", "text", "traces"),
+    (
+        "axes",
+        "documents",
+        "events",
+        "flags",
+        "policy",
+        "presets",
+        "sampling",
+        "shards",
+        "text",
+        "thinking_budget",
+        "traces",
+    ),
     ("arch", "checkpoint", "cut", "formats", "request", "tasks", "think"),
-    ("hf", "cost", "data", "gguf_arch", "openai"),
-    ("nest", "budget", "distill", "listen", "padded", "gguf_vocab", "template"),
+    ("hf", "cost", "data", "gguf_arch", "template"),
+    ("nest", "budget", "distill", "listen", "padded", "gguf_vocab", "openai", "replies"),
     ("choose", "elastic", "sort", "stored", "plan", "router", "inspect", "quantize"),
     ("score", "parallel", "export", "verify", "to_gguf", "upstream"),
     ("slice", "train", "engine"),

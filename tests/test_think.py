@@ -299,3 +299,8 @@ def test_tags_that_cannot_be_told_apart_are_refused(tags: dict[str, str], match:
 def test_a_prompt_inside_thoughts_needs_a_tag_that_ends_them():
     with pytest.raises(ValueError, match="no tag is known that closes them"):
         machine(tags=Tags(), is_open=True)
+
+
+def test_a_closing_sentence_with_a_tag_in_it_is_refused():
+    with pytest.raises(ValueError, match="contains the tag '</think>'"):
+        machine(closing="Enough.</think>")
