@@ -69,12 +69,21 @@ def _verbs() -> dict[str, Verb]:
 def _inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder")
     parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--resident", action="store_true", help="load every member, and say what is shared and copied")
 
 
 def _inspect(given: argparse.Namespace) -> None:
     from nestling.inspect import describe, inspect
 
     told = inspect(given.folder)
+    if given.resident:
+        from nestling import hf
+        from nestling.engine import resident
+
+        hf.be_quiet()
+        held = resident.resident(given.folder)
+        print(json.dumps(told | {"resident": held}, indent=2) if given.json else resident.describe(held))
+        return
     print(json.dumps(told, indent=2) if given.json else describe(told))
 
 

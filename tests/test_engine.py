@@ -181,7 +181,8 @@ def test_what_is_not_admitted_is_refused_before_anything_begins(nests):
 
 
 def test_memory_of_answers_that_ended_or_were_cancelled_is_given_back(nests):
-    with Engine(nests("nemotron_h")) as engine:
+    # The stock decoder is slow enough for the answer to be seen on its way.
+    with Engine(nests("nemotron_h"), settings=EngineSettings(decoder="stock")) as engine:
         generated(engine.submit(plain(prompt(9))))
         stream = engine.submit(plain(prompt(9), max_tokens=50))
         iterator = iter(stream)

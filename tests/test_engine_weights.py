@@ -1,14 +1,22 @@
 """The engine's shared weights and row states: what a member holds, and that the stock class agrees on every number."""
 
+import json
+import shutil
+import time
+from dataclasses import replace
+from importlib.resources import files
+
 import pytest
 import tiny
 import torch
 
 from nestling import hf
+from nestling.cli import main
 from nestling.engine.decode import StockDecoder, read
+from nestling.engine.resident import describe, resident
 from nestling.engine.state import RowState
 from nestling.engine.weights import Weights
-from nestling.nest import FULL, Member, open_nest
+from nestling.nest import FULL, Member, open_nest, write_nest
 from nestling.slice import slice as slice_member
 
 PREFIXES = ("hidden", "ffn", "effn", "expert")  # axes whose cuts are views in every architecture that has them
@@ -114,3 +122,32 @@ def test_a_copied_row_goes_its_own_way(weights):
     StockDecoder(member).step([row], ids[10:11])
     assert (row.length, copy.length) == (11, 9)
     assert torch.equal(StockDecoder(member).step([copy], ids[9:10]), first)
+
+
+def test_all_members_of_a_nest_cut_at_prefixes_take_hardly_more_than_the_full_one(parents, tmp_path):
+    nest = open_nest(parents("nemotron_h"))
+    sizes = {"A": {"hidden": 40, "effn": 20}, "B": {"hidden": 32, "expert": 4}, "C": {"hidden": 20, "sffn": 12}}
+    members = {name: Member(name=name, sizes=one) for name, one in sizes.items()}
+    folder = shutil.copytree(nest.folder, tmp_path / "nest")
+    write_nest(replace(nest, members=nest.members | members), folder)
+    told = resident(folder)
+    assert told["of_full"] <= 1.05
+    assert told["members"]["100"]["copied_bytes"] == 0
+    assert list(told["members"]) == ["100", "A", "B", "C"]
+    assert "of the full member" in describe(told)
+
+
+def test_a_member_of_the_reasoner_is_added_in_a_moment():
+    weights = Weights(open_nest(files("nestling") / "assets" / "reasoner"))
+    full(weights)
+    begun = time.perf_counter()
+    weights.load(Member(name="S", sizes={"hidden": 96, "effn": 64, "mamba": 3}))
+    assert time.perf_counter() - begun < 0.5  # 0.02 s alone on a core; the machine may be busy
+
+
+def test_inspect_says_what_is_resident(parents, capsys):
+    assert main(["inspect", str(parents("llama")), "--resident"]) == 0
+    assert "1.000 of the full member" in capsys.readouterr().out
+    assert main(["inspect", str(parents("llama")), "--resident", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["resident"]["storage_bytes"] == told["bytes"]["bf16"] * 2

@@ -32,6 +32,8 @@ from nestling.policy import REPLAY
 from nestling.request import Full, Request, TooLong
 from nestling.think import Machine, Tags
 
+NO_THOUGHTS = 8  # tokens that a template writes for thoughts that are closed at once
+
 
 class Engine:
     """Answers requests with the members of one nest; see request.Runtime. Use it as a context, or close it."""
@@ -88,12 +90,12 @@ class Engine:
     def submit(self, request: Request) -> AnswerStream:
         """Begin an answer; see request.Runtime."""
         ids = self._check(request)
-        tag = self._open_tag(ids)
+        tag, is_open = self._open_tag(ids)
         answer = Answer(
             request=request,
             outlet=Outlet(),
             ids=ids,
-            machine=Plain(request.max_tokens) if request.is_plain else self._machine(request, is_open=tag < len(ids)),
+            machine=Plain(request.max_tokens) if request.is_plain else self._machine(request, is_open=is_open),
             tokenizer=self._codec,
             silent=self._silent,
             stop_tokens=self._stop_tokens | set(request.stop_tokens),
@@ -152,10 +154,12 @@ class Engine:
             measure=lambda text: len(self.encode(text)) if text else 0,
         )
 
-    def _open_tag(self, ids: list[int]) -> int:
-        """Where the tag stands that the prompt's end is inside of; the prompt's length if thoughts are not open."""
+    def _open_tag(self, ids: list[int]) -> tuple[int, bool]:
+        """Where the prompt's last thoughts begin, if its end is inside of them or closes them at once; else its length.
+        And whether it is inside."""
         opening, closing = (_last(ids, self.encode(tag)) if tag else -1 for tag in (self.tags.open, self.tags.close))
-        return opening if opening > closing else len(ids)
+        is_open = opening > closing
+        return (opening if is_open or 0 <= len(ids) - NO_THOUGHTS <= opening else len(ids)), is_open
 
     @property
     def _num_free(self) -> int:
