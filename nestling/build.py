@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nestling import hf, tasks
-from nestling.checkpoint import Checkpoint, check_destination, new_folder, read_json, write_json
+from nestling.checkpoint import check_destination, new_folder, read_json, write_json
 from nestling.data import Stream, read_documents
 from nestling.eval import compare, solve
 from nestling.nest import FULL, Member, Nest, open_nest, open_plain_nest, write_nest
@@ -220,7 +220,7 @@ def members_rows(nest: Nest) -> list[list[str]]:
 def _check_plan(training: TrainSettings, parent: str | Path) -> Plan:
     """What training would refuse, before anything is scored."""
     nest = open_plain_nest(parent, verb="build")
-    nest.layout.check_cover(list(Checkpoint(parent).entries))
+    nest.check_cover(nest.names)
     Stream(training.data, hf.load_tokenizer(parent), length=1)
     return make_plan(training, nest)
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nestling.shards import SHARD_BYTES, Entry, read_header, shard_name
+from nestling.shards import SHARD_BYTES, Entry, read_header, shard_name, unique
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -207,6 +207,7 @@ def new_folder(to: str | Path, *, overwrite: bool = False, source: Path | None =
     to = Path(to)
     check_destination(to, overwrite=overwrite, source=source)
     to.parent.mkdir(parents=True, exist_ok=True)
+    to = to.absolute() if to.name else to.resolve()  # "." has no name to make others from
     part, old = (to.with_name(f".{to.name}.{os.getpid()}.{end}") for end in ("part", "old"))
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -247,8 +248,7 @@ def check_destination(to: Path, *, overwrite: bool = False, source: Path | None 
             raise ValueError(f"'{to}' contains '{source}', which is read. Choose another folder.")
         if here.is_relative_to(there) and to.exists():
             raise ValueError(f"'{to}' is part of '{source}', which is read. Choose another folder.")
-    if to.exists() and not overwrite:
-        raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
+    check_free(to, overwrite=overwrite)
     if to.is_dir() and any(to.iterdir()) and not any((to / name).is_file() for name in OURS):
         raise ValueError(
             f"'{to}' does not look like a folder that Nestling wrote (it has none of {', '.join(OURS)}), so it is not "
@@ -256,6 +256,19 @@ def check_destination(to: Path, *, overwrite: bool = False, source: Path | None 
         )
     if to.exists() and not to.is_dir():
         raise ValueError(f"'{to}' is a file, and a folder is to be written. Choose another place.")
+
+
+def check_free(to: Path, *, overwrite: bool = False) -> None:
+    """Refuse a place where nothing can be made, and to write over what exists unless told."""
+    above = next((folder for folder in to.absolute().parents if folder.exists()), to)
+    if above != to and not above.is_dir():
+        raise ValueError(f"'{above}' is a file, so '{to}' cannot be made in it. Choose another place.")
+    if to.is_symlink() and not to.exists():
+        raise ValueError(
+            f"'{to}' is a link to '{to.readlink()}', which is not there. Choose another place, or delete it."
+        )
+    if to.exists() and not overwrite:
+        raise ValueError(f"'{to}' exists. Choose another place, or pass --overwrite to replace it.")
 
 
 def copy_sidecars(source: Path, to: Path) -> list[str]:
@@ -294,7 +307,7 @@ def sidecars(folder: Path) -> list[Path]:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; an error that names the file."""
     try:
-        value = json.loads(file.read_text("utf-8"))
+        value = json.loads(file.read_text("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):

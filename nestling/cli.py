@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nestling import slicing
+from nestling.checkpoint import check_free
 from nestling.flags import add_field, add_settings, add_to, read_recipe, settings_of
 
 WITHOUT_TORCH = {"inspect", "slice", "verify"}  # or only where they must: importing it costs seconds
@@ -39,9 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             hf.be_quiet()
         _verbs()[chosen.verb][2](chosen)
+        sys.stdout.flush()
     except ValueError as error:
         print(f"nestling {chosen.verb}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read the lines, such as `head`, has seen enough. What is left in the buffer must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if getattr(chosen, "to", ""):
+            print(f"nestling {chosen.verb}: stopped, because what reads its lines has ended", file=sys.stderr)
+        return 1
     except (RuntimeError, OSError, ImportError) as error:
         print(f"nestling {chosen.verb} failed: {error}", file=sys.stderr)
         return 1
@@ -222,5 +231,4 @@ def _check_to(given: argparse.Namespace) -> None:
     for source in [*read, *files]:
         if source and Path(source).resolve().is_relative_to(to.resolve()):
             raise ValueError(f"--to '{to}' would replace '{source}', which is read. Choose another folder.")
-    if to.exists() and not given.overwrite:
-        raise ValueError(f"'{to}' exists. Choose another folder, or pass --overwrite to replace it.")
+    check_free(to, overwrite=given.overwrite)

@@ -20,6 +20,8 @@ def inspect(folder: str | Path) -> dict[str, Any]:
     nest = open_nest(folder)
     checkpoint = nest.checkpoint
     nest.check_cover([name for name in nest.names if not name.startswith("mtp.")])
+    for place in nest.places(nest.member("full")):
+        nest.check_place(place)
     full = nest.cost(nest.member("full"))
     elastic, refused = nest.layout.elastic(), nest.layout.arch.refuse(nest.config)
     axes = {
@@ -55,7 +57,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
         "dropped_if_sorted": sorted(name for name in checkpoint.entries if name.startswith("mtp.")),
         "axes": axes,
         "members": members,
-        "notes": checkpoint.notes,
+        "notes": nest.notes,
         "fingerprint": nest.fingerprint,
     }
 

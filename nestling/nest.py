@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.arch import Architecture, Config, Layout, Place, find, kept_layers
-from nestling.axes import parse
+from nestling.axes import dims, parse, to_text
 from nestling.checkpoint import TORCH, Checkpoint, read_json, write_json
 from nestling.cost import Cost, cost
 from nestling.cut import Maps, equal_data
@@ -26,6 +26,7 @@ from nestling.presets import PRESETS, Preset, find_preset
 VERSION = 1
 FULL = "100"  # the member that keeps everything
 HEAD = "lm_head.weight"
+ANGLES = ".rotary_emb.inv_freq"  # end of the names of a buffer
 MAX_NAMES = 1_000_000  # experts in all layers
 ALIASES = {"full": FULL, "parent": FULL}
 
@@ -72,10 +73,25 @@ class Nest:
         one, other = entries[tied[0]], entries[HEAD]
         return (one.dtype, one.shape) == (other.dtype, other.shape) and equal_data(one, other)
 
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a person should know of the folder."""
+        if not self.ignored:
+            return self.checkpoint.notes
+        return [
+            *self.checkpoint.notes,
+            f"{len(self.ignored)} tensors named *{ANGLES} are left out: stock loaders compute them anew.",
+        ]
+
     @property
     def names(self) -> set[str]:
-        """The tensors that count: all in the folder, but for the second copy of a tied head."""
-        return set(self.checkpoint.entries) - ({HEAD} if self.has_head_twice else set())
+        """The tensors that count: all in the folder, but for the second copy of a tied head and what is ignored."""
+        return set(self.checkpoint.entries) - self.ignored - ({HEAD} if self.has_head_twice else set())
+
+    @cached_property
+    def ignored(self) -> set[str]:
+        """Tensors that stock loaders ignore, because they compute them: old checkpoints stored the angles of RoPE."""
+        return {name for name in self.checkpoint.entries if name.endswith(ANGLES)}
 
     def member(self, name: str) -> Member:
         """A member by name; an error that lists the names there are."""
@@ -134,6 +150,20 @@ class Nest:
             self.layout.check_cover(names)
         else:
             self.quantized.check_cover(self.layout, names)
+
+    def check_place(self, place: Place) -> None:
+        """A stored tensor has the shape that the table and the config give it, and holds weights."""
+        found, expected = self.checkpoint.entries[place.source], dims(place.shape, self.layout.sizes)
+        if found.shape != expected:
+            raise ValueError(
+                f"tensor '{place.source}' in {found.file} has shape {found.shape}, but config.json makes "
+                f"{to_text(place.shape)} {expected}. One of the two belongs to another model."
+            )
+        if self.quantized is None and found.dtype not in TORCH:
+            raise ValueError(
+                f"tensor '{place.source}' in {found.file} is {found.dtype}, and config.json speaks of no quantization: "
+                f"expected {', '.join(TORCH)}. Download the folder again with its quantization_config or {SIDECAR}."
+            )
 
     def check_scales(self, member: Member) -> list[str]:
         """Every scale of what a member keeps is positive and finite; an error that lists those that are not. Returns
@@ -284,6 +314,8 @@ def parse_sizes(text: str) -> dict[str, int]:
             raise ValueError(f"size '{size}' of axis '{axis}' is not a number.") from None
         if not number.is_integer():
             raise ValueError(f"size {size} of axis '{axis}' is not a whole number.")
+        if axis.strip() in sizes:
+            raise ValueError(f"sizes '{text}' name axis '{axis.strip()}' twice. Give one size for it.")
         sizes[axis.strip()] = int(number)
     return sizes
 
@@ -343,6 +375,13 @@ def _check_told(told: Mapping[str, Any], plain: Nest) -> None:
             f"{told['fingerprint'][:40]}, the weights have {plain.fingerprint}). Copy the whole folder again, or "
             "delete nest.json to use it as a plain model."
         )
+    facts = {"architecture": plain.layout.arch.model_type, "sizes": plain.layout.sizes}
+    for key, fact in facts.items():
+        if told.get(key, fact) != fact:
+            raise ValueError(
+                f"{where}: {key} is {str(told[key])[:80]}, but config.json makes it {str(fact)[:80]}. One of them "
+                "was edited: copy both again."
+            )
     order, num_layers = told["layer_order"], len(plain.layout.kinds)
     if not all(type(i) is int for i in order) or sorted(order) != list(range(num_layers)):
         raise ValueError(

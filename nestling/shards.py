@@ -72,7 +72,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             )
         text = stream.read(length)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} has a broken safetensors header: {str(error)[:200]}") from None
     if not isinstance(header, dict):
@@ -169,7 +169,7 @@ def _check_data(file: Path, entries: dict[str, Entry], begin: int, size: int) ->
         )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a key that stands twice, or that no file can hold, is an error."""
     found = dict(pairs)
     if len(found) != len(pairs):

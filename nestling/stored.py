@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.arch import Place
-from nestling.axes import Shape, axes_of, dims, to_text
+from nestling.axes import Shape, axes_of
 from nestling.checkpoint import read_json
 from nestling.cut import Cut, cut
 from nestling.formats import SIDECAR
@@ -52,8 +52,9 @@ def plan(nest: Nest, member: Member, *, drop: str = "") -> list[Stored]:
         source = checkpoint.entries[place.source]
         if place.shape not in cuts:
             cuts[place.shape] = cut(place.shape, nest.layout.sizes, keep)
-        check_shape(place, source, nest.layout.sizes)
+        nest.check_place(place)
         found.append(Stored(place, source, cuts[place.shape]))
+    nest.layout.arch.check_loads(nest.member_config(member))
     return found
 
 
@@ -73,19 +74,9 @@ def check_cover(nest: Nest, *, drop: str = "") -> None:
     nest.check_cover(nest.names - dropped)
 
 
-def check_shape(place: Place, source: Entry, sizes: Mapping[str, int]) -> None:
-    """A tensor has the shape that the table and the config give it."""
-    expected = dims(place.shape, sizes)
-    if source.shape != expected:
-        raise ValueError(
-            f"tensor '{place.source}' in {source.file} has shape {source.shape}, but config.json makes "
-            f"{to_text(place.shape)} {expected}. One of the two belongs to another model."
-        )
-
-
 def notes(nest: Nest, member: Member) -> list[str]:
     """What a person should know before a member is cut."""
-    found = [*nest.checkpoint.notes]
+    found = [*nest.notes]
     if member.note:
         found.append(f"member {member.name}: {member.note}.")
     if not member.is_trained:
@@ -120,10 +111,17 @@ def config_changes(nest: Nest, config: Mapping[str, Any]) -> list[str]:
     before = read_json(Path(nest.folder) / "config.json")
     lines = []
     for key in dict.fromkeys([*before, *config]):
-        if before.get(key) != config.get(key) or (key in before) != (key in config):
+        if not is_same(before, config, key):
             old, new = (json.dumps(one[key]) if key in one else "(absent)" for one in (before, config))
             lines.append(f"{key}: {_short(old)} -> {_short(new)}")
     return lines
+
+
+def is_same(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    """Two configs say the same under a key, or both nothing; NaN is NaN."""
+    if key not in one or key not in other:
+        return key not in one and key not in other
+    return json.dumps(one[key], sort_keys=True) == json.dumps(other[key], sort_keys=True)
 
 
 def _short(text: str) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nestling.arch import Config, Layout, Place
 from nestling.axes import axes_of, count, dims, parse, take
-from nestling.checkpoint import TORCH, new_folder
+from nestling.checkpoint import TORCH, check_free, new_folder
 from nestling.gguf_arch import (
     HYBRID,
     MATRICES,
@@ -68,13 +68,14 @@ def write_gguf(
     to = Path(to)
     check_plain(nest, verb="slice --format gguf")
     check_cover(nest, drop=drop)
+    for place in nest.places(member):
+        nest.check_place(place)
     if to.suffix != ".gguf":
         with new_folder(to, overwrite=overwrite, source=nest.folder) as folder:
             name = f"{to.resolve().name}-{gguf_type}.gguf"
             _write_file(nest, member, folder / name, gguf_type, say)
         return to / name
-    if to.exists() and not overwrite:
-        raise ValueError(f"'{to}' exists. Choose another file, or pass --overwrite to replace it.")
+    check_free(to, overwrite=overwrite)
     to.parent.mkdir(parents=True, exist_ok=True)
     part = to.with_name(f".{to.name}.{os.getpid()}.part")
     try:

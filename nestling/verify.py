@@ -17,7 +17,7 @@ from nestling.checkpoint import INDEX, TORCH, Checkpoint, read_json
 from nestling.cut import BLOCK, Maps, first_not_finite
 from nestling.nest import FULL, Member, Nest, open_nest, prefix
 from nestling.shards import BYTES, Entry
-from nestling.stored import Stored, plan, remote_code, stored_config
+from nestling.stored import Stored, is_same, plan, remote_code, stored_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +82,7 @@ def check_against(folder: str | Path, nest: Nest, member: Member) -> list[str]:
             f"{', '.join(names[:5])}."
         )
     config, told = stored_config(nest, member, drop=drop), read_json(Path(folder) / "config.json")
-    differing = sorted(key for key in config.keys() | told.keys() if config.get(key) != told.get(key))
+    differing = sorted(key for key in config.keys() | told.keys() if not is_same(config, told, key))
     if differing:
         raise ValueError(f"config.json of '{folder}' is not that of member {member.name}: {', '.join(differing)}.")
     for file, described in nest.quantization(member)[1].items():

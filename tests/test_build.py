@@ -292,7 +292,7 @@ def test_an_existing_folder_is_kept_unless_told(
 ) -> None:
     (tmp_path / "nest").mkdir()
     (tmp_path / "nest" / "precious").write_text("mine")
-    with pytest.raises(ValueError, match=r"exists\. Choose another folder, or pass --overwrite"):
+    with pytest.raises(ValueError, match=r"exists\. Choose another place, or pass --overwrite"):
         build(settings, training, root / "parent", tmp_path / "nest", say=lambda line: None)
     assert (tmp_path / "nest" / "precious").read_text() == "mine"
     assert not (tmp_path / "nest.work").exists()

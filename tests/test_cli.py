@@ -199,7 +199,7 @@ def test_an_existing_folder_is_kept_unless_told_otherwise(
     (tmp_path / "to" / "precious").write_text("mine")
     done = run(verb, *WRITING[verb], "--to", tmp_path / "to")
     assert done.code == 2
-    assert "exists. Choose another folder, or pass --overwrite to replace it." in done.err
+    assert "exists. Choose another place, or pass --overwrite to replace it." in done.err
     assert contents(tmp_path) == {"to/precious": b"mine"}
 
 

@@ -25,6 +25,7 @@ def find(config: Config) -> tuple[Architecture, Config]:
             "docs/add-an-architecture.md says how to add one (a table, usually under 100 lines)."
         )
     arch = ARCHITECTURES[model_type]
+    config = arch.whole(config)
     num_layers = config.get("num_hidden_layers")
     if num_layers is not None and not (type(num_layers) is int and 1 <= num_layers <= MAX_LAYERS):
         raise ValueError(f"num_hidden_layers = {str(num_layers)[:40]}: expected a whole number from 1 to {MAX_LAYERS}.")

@@ -122,7 +122,13 @@ def _qwen3_biases(config: Config) -> dict[str, str]:
     return ATTENTION_BIAS | OUTPUT_BIAS if config["attention_bias"] else {}
 
 
-def _dense(model_type: str, attention: dict[str, str], biases: Callable[[Config], dict[str, str]]) -> Architecture:
+def _dense(
+    model_type: str,
+    attention: dict[str, str],
+    biases: Callable[[Config], dict[str, str]],
+    *,
+    multiples: dict[str, str] | None = None,
+) -> Architecture:
     rows = partial(_rows, attention=attention, biases=biases)
     return Architecture(
         model_type=model_type,
@@ -136,10 +142,11 @@ def _dense(model_type: str, attention: dict[str, str], biases: Callable[[Config]
         norms=NORMS,
         layers="model.layers",
         quantized=QUANTIZED,
+        multiples=multiples or {},
     )
 
 
-LLAMA = _dense("llama", ATTENTION, _llama_biases)
+LLAMA = _dense("llama", ATTENTION, _llama_biases, multiples={"hidden_size": "num_attention_heads"})
 MISTRAL = _dense("mistral", ATTENTION, lambda config: {})
 QWEN2 = _dense("qwen2", ATTENTION, lambda config: ATTENTION_BIAS)
 QWEN3 = _dense("qwen3", ATTENTION | HEAD_NORMS, _qwen3_biases)

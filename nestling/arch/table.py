@@ -12,6 +12,7 @@ experts in one tensor in memory). Each spelling is a set of rows; counts always 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,16 +60,38 @@ class Architecture:
     layers: str  # module pattern of the list of layers (in memory)
     active: str = ""  # config key that says how many experts a token uses
     quantized: tuple[str, ...] = ()  # ends of the disk names of matrices that fp8 and nvfp4 store in few bits
+    multiples: dict[str, str] = field(default_factory=dict)  # key -> key that the stock config wants it a multiple of
     refuse: Callable[[Config], dict[str, str]] = field(default=lambda config: {})  # axis -> why it cannot shrink here
+
+    def whole(self, config: Config) -> Config:
+        """The config with sizes such as 56.0, which some tools write, as whole numbers."""
+        keys = {*self.config, self.active, "num_hidden_layers"}
+        return {
+            key: int(value) if key in keys and isinstance(value, float) and value.is_integer() else value
+            for key, value in config.items()
+        }
+
+    def check_loads(self, config: Config) -> None:
+        """Refuse a complete config that the stock class does not take."""
+        for key, other in self.multiples.items():
+            size, step = config[key], config[other]
+            if size % step:
+                below, above = size // step * step, -(-size // step) * step
+                raise ValueError(
+                    f"{key} = {size} is not a multiple of {other} = {step}: the stock {self.model_type} config refuses "
+                    f"it, so the folder could not be loaded. Nearest: {f'{below} or ' if below else ''}{above}."
+                )
 
     def sizes(self, config: Config) -> dict[str, int]:
         """The size of every axis, read from a complete config."""
         for key in (*self.config, *((self.active,) if self.active else ())):
             if config.get(key) is not None and (not isinstance(config[key], int) or isinstance(config[key], bool)):
-                raise ValueError(
-                    f"{key} = {str(config[key])[:60]} is not one whole number. Sizes that differ by layer are not "
-                    "supported: no stock class of this architecture reads them."
+                reason = (
+                    "Sizes that differ by layer are not supported: no stock class of this architecture reads them."
+                    if isinstance(config[key], (list, dict))
+                    else "Correct config.json, or download it again."
                 )
+                raise ValueError(f"{key} = {json.dumps(config[key])[:60]} is not one whole number. {reason}")
         products = {key: parse(text)[0][0] for key, text in self.config.items() if config.get(key) is not None}
         sizes: dict[str, int] = {"layer": len(self.kinds(config))}
         unsolved = dict(products)
