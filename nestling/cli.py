@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nestling import slicing
+from nestling import running, slicing
 from nestling.checkpoint import check_free
 from nestling.flags import add_field, add_settings, add_to, read_recipe, settings_of
 
-WITHOUT_TORCH = {"inspect", "slice", "verify"}  # or only where they must: importing it costs seconds
+WITHOUT_TORCH = {"inspect", "slice", "verify", "generate", "chat"}  # or only where they must: it costs seconds
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
 
 
@@ -72,6 +72,12 @@ def _verbs() -> dict[str, Verb]:
         "report": ("one HTML page with figures of a nest", _report_flags, _report),
         "build": ("score, sort, train, evaluate and report in one go", _build_flags, _build),
         "demo": ("build a nest from the reasoner that ships with the package", _demo_flags, _demo),
+        "generate": (
+            "ask one question: a member thinks, a member answers",
+            running.generate_flags,
+            running.generate_verb,
+        ),
+        "chat": ("talk in the terminal, and change who thinks and answers", running.chat_flags, running.chat_verb),
     }
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nestling import tasks
+from nestling.asking import AskSettings
 from nestling.build import BuildSettings
 from nestling.cli import main
 from nestling.nest import open_nest
@@ -30,8 +31,11 @@ from nestling.sort import sort
 from nestling.train import TrainSettings, train
 
 ROOT = Path(__file__).parents[1]
-VERBS = ("inspect", "score", "sort", "train", "slice", "verify", "eval", "report", "build", "demo")
+VERBS = (
+    "inspect", "score", "sort", "train", "slice", "verify", "eval", "report", "build", "demo", "generate", "chat",
+)  # fmt: skip
 SETTINGS: dict[str, tuple[type, ...]] = {
+    "generate": (AskSettings,), "chat": (AskSettings,),
     "score": (ScoreSettings,), "train": (TrainSettings,), "build": (TrainSettings, BuildSettings),
 }  # fmt: skip
 STAGE = "tokens=256,length=16,batch=4,lr=1e-3"  # four steps
@@ -124,11 +128,11 @@ def test_every_verb_has_help_with_a_flag_and_a_line_for_every_setting(
             (line,) = (x for x in lines if x.split()[0] in (flag, flag + ","))
             assert comment in line
             default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
-            if default not in (dataclasses.MISSING, "", ()):
+            if default not in (dataclasses.MISSING, None, "", ()):
                 shown = default[0] if isinstance(default, tuple) else default
                 assert line.endswith(f"(default: {shown})")
     assert ("--recipe" in done.out) == (verb in SETTINGS)
-    assert ("--to" in done.out) == (verb not in ("inspect", "verify"))
+    assert ("--to " in done.out) == (verb not in ("inspect", "verify", "generate", "chat"))
 
 
 def test_settings_that_are_yes_or_no_can_be_said_both_ways(run: Run) -> None:
