@@ -5,11 +5,16 @@ Only trained members are chosen by what fits: how good an untrained size is nobo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from nestling.axes import dims
 from nestling.cost import FORMATS, GIB, memory
-from nestling.nest import Member, Nest, check_sizes, parse_sizes
+from nestling.nest import Member, Nest, check_sizes, parse_sizes, prefix
+from nestling.shards import BYTES
 from nestling.text import columns
+
+AS_STORED = "as stored"  # a weight format: each tensor in the type that its file has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +22,7 @@ class Room:
     """A memory that a member has to fit into, and what it will be used for."""
 
     nbytes: int
-    weight_format: str = "bf16"
+    weight_format: str = "bf16"  # or AS_STORED: nothing is converted when it is loaded
     context: int = 0  # tokens in the caches of one sequence
     batch: int = 1  # sequences at once
 
@@ -52,21 +57,21 @@ def by_fit(nest: Nest, room: Room) -> Member:
 
 def needed(nest: Nest, member: Member, room: Room) -> int:
     """Bytes of a member's weights and caches."""
-    window = nest.config.get("sliding_window") or 0
-    return int(
-        memory(
-            nest.layout, nest.sizes(member), weight_format=room.weight_format, context=room.context, batch=room.batch,
-            window=window, layers=nest.layers(member),
-        )
-    )  # fmt: skip
+    cost, window = nest.cost(member), nest.config.get("sliding_window") or 0
+    caches = memory(
+        nest.layout, nest.sizes(member), weight_format="bf16", context=room.context, batch=room.batch, window=window,
+        layers=nest.layers(member),
+    ) - cost.bytes["bf16"]  # fmt: skip
+    return _weight_bytes(nest, member, room) + int(caches)
 
 
 def arithmetic(nest: Nest, members: list[Member], room: Room) -> str:
     """How much each member needs and of what, as a table for people."""
-    rows = [["member", f"weights in {room.weight_format}", "KV", "SSM and conv", "together", "GiB", "fits"]]
+    weighed = AS_STORED if room.weight_format == AS_STORED else f"in {room.weight_format}"
+    rows = [["member", f"weights {weighed}", "KV", "SSM and conv", "together", "GiB", "fits"]]
     for member in members:
         cost, total = nest.cost(member), needed(nest, member, room)
-        weights = cost.bytes[room.weight_format]
+        weights = _weight_bytes(nest, member, room)
         states = (cost.ssm_bytes_per_sequence + cost.conv_bytes_per_sequence) * room.batch
         fits = "yes" if total <= room.nbytes else "no"
         rows.append(
@@ -84,10 +89,19 @@ def arithmetic(nest: Nest, members: list[Member], room: Room) -> str:
 
 def check_room(room: Room) -> None:
     """What a person said of the memory makes sense."""
-    if room.weight_format not in FORMATS:
+    if room.weight_format not in (*FORMATS, AS_STORED):
         raise ValueError(f"--format {room.weight_format} is not one of {', '.join(FORMATS)}.")
     if room.nbytes < 1 or room.context < 0 or room.batch < 1:
         raise ValueError(
             f"--fit {room.nbytes} --context {room.context} --batch {room.batch}: expected at least one byte, no "
             "negative context, and at least one sequence."
         )
+
+
+def _weight_bytes(nest: Nest, member: Member, room: Room) -> int:
+    if room.weight_format != AS_STORED:
+        return nest.cost(member).bytes[room.weight_format]
+    sizes, entries = nest.layout.sizes | prefix(member), nest.checkpoint.entries
+    return sum(
+        math.prod(dims(place.shape, sizes)) * BYTES[entries[place.source].dtype] for place in nest.places(member)
+    )

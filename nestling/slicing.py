@@ -20,7 +20,9 @@ def slice_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", default="", help="sizes instead of a name, such as hidden=1920,effn=960")
     parser.add_argument("--fit", default="", help="the largest trained member that fits, such as 16GiB")
     parser.add_argument(
-        "--format", default="", help="gguf: one file for llama.cpp; with --fit: what weights are held in"
+        "--format",
+        default="",
+        help="gguf: one file for llama.cpp; with --fit: what weights are held in (default: as stored)",
     )
     parser.add_argument("--gguf-type", default="", help="of its matrices: f32, f16, bf16 or q8_0 (default: bf16)")
     parser.add_argument("--context", type=int, default=None, help="with --fit: tokens in one sequence (default: 0)")
@@ -130,7 +132,7 @@ def _check_request(given: argparse.Namespace) -> None:
 
 
 def _member(given: argparse.Namespace, nest: Nest) -> Member:
-    from nestling.choose import Room, arithmetic, by_fit, by_sizes
+    from nestling.choose import AS_STORED, Room, arithmetic, by_fit, by_sizes
     from nestling.cost import parse_bytes
 
     if given.member:
@@ -140,7 +142,7 @@ def _member(given: argparse.Namespace, nest: Nest) -> Member:
     is_gguf = given.format == "gguf"
     room = Room(
         nbytes=parse_bytes(given.fit), context=given.context or 0,
-        weight_format=GGUF_FORMATS[given.gguf_type or "bf16"] if is_gguf else given.format or "bf16",
+        weight_format=GGUF_FORMATS[given.gguf_type or "bf16"] if is_gguf else given.format or AS_STORED,
         batch=1 if given.batch is None else given.batch,
     )  # fmt: skip
     member = by_fit(nest, room)

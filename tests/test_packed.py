@@ -129,6 +129,18 @@ def test_every_value_of_a_scale_is_judged_as_torch_judges_it(dtype):
         assert (what_is_wrong(data.view(np.uint8), kind) == "") == (0 < value < float("inf")), value
 
 
+def test_fit_counts_quantized_weights_as_they_are_stored(parent, tmp_path, capsys):
+    small = slice_member(open_nest(parent), Member(name="S", sizes={}), tmp_path / "all")
+    stored = sum(entry.nbytes for entry in Checkpoint(small).entries.values())
+    assert main(["slice", str(parent), "--fit", "1GiB", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "weights as stored" in out
+    assert re.search(rf"^100 +{stored:,} ", out, re.MULTILINE)
+    assert main(["slice", str(parent), "--fit", "1GiB", "--format", "bf16", "--dry-run"]) == 0
+    count = open_nest(parent).cost(Member(name="S", sizes={})).parameters
+    assert re.search(rf"^100 +{2 * count:,} ", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_the_model_card_says_the_bytes_that_are_stored(slice_of):
     _, small = slice_of
     card = (small / "README.md").read_text()

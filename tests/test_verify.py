@@ -16,7 +16,7 @@ from test_inspect import nano_shapes, write_hollow
 
 from nestling import hf
 from nestling.checkpoint import INDEX, SINGLE, Checkpoint, read_json, write_json
-from nestling.choose import Room, by_fit, by_sizes, needed
+from nestling.choose import AS_STORED, Room, by_fit, by_sizes, needed
 from nestling.cli import main
 from nestling.elastic import ElasticModel
 from nestling.inspect import describe, inspect
@@ -120,7 +120,9 @@ def test_fit_takes_the_largest_trained_member_whose_weights_and_caches_fit(folde
 
 
 def test_fit_shows_its_arithmetic(folder, tmp_path, capsys):
-    room = needed(open_nest(folder), open_nest(folder).member("wide"), Room(nbytes=1, context=64))
+    room = needed(
+        open_nest(folder), open_nest(folder).member("wide"), Room(nbytes=1, weight_format=AS_STORED, context=64)
+    )
     argv = ["slice", str(folder), "--fit", str(room), "--context", "64", "--to", str(tmp_path / "to")]
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
