@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 import jinja2.utils
@@ -70,6 +71,10 @@ class Template:
         self.special = dict(special or {})
         self.tags = tags or find_tags("".join(sources.values()), added)
         self._compiled = {name: _compile(text) for name, text in sources.items()}
+        parse = _environment().parse
+        self._variables = {
+            name for text in sources.values() for name in jinja2.meta.find_undeclared_variables(parse(text))
+        }
 
     @property
     def is_known(self) -> bool:
@@ -118,6 +123,10 @@ class Template:
             ValueError,
         ) as error:
             raise ValueError(f"the chat template does not take these messages: {error}") from error
+
+    def reads(self, name: str) -> bool:
+        """Whether the template looks at a variable that it is given."""
+        return name in self._variables
 
     def is_open(self, prompt: str) -> bool:
         """Whether the prompt ends in the opening tag."""
@@ -246,7 +255,7 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-def _compile(source: str) -> jinja2.Template:
+def _environment() -> jinja2.Environment:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     names: dict[str, Callable[..., Any]] = {
@@ -256,8 +265,12 @@ def _compile(source: str) -> jinja2.Template:
         "namespace": _Namespace,
     }
     environment.globals.update(names)
+    return environment
+
+
+def _compile(source: str) -> jinja2.Template:
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template is not valid, line {error.lineno}: {error.message}") from error
 
