@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,10 @@ def codec(tokenizer: PreTrainedTokenizerBase) -> Any:
     return codec
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that mark and are not text."""
-    return frozenset(tokenizer.all_special_ids)
+def special_tokens(tokenizer: PreTrainedTokenizerBase, *, but: Collection[str] = ()) -> frozenset[int]:
+    """Tokens that mark and are not text, without those whose text is in `but`."""
+    marks = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
+    return frozenset(i for i in marks if tokenizer.convert_ids_to_tokens(i) not in but)
 
 
 def architecture_of(model: nn.Module) -> tuple[Architecture, Config]:

@@ -78,14 +78,15 @@ def test_a_budget_binds_to_the_token_and_the_closing_sentence_is_written(engine)
     text = "done."
     for budget in (0, 1, 5):
         events = ask(engine, Policy(think="S", thinking_token_budget=budget, closing=text), max_tokens=30)
-        (ended,) = [e for e in events if isinstance(e, Ended) and e.phase == THINKING]
+        ended, *again = [e for e in events if isinstance(e, Ended) and e.phase == THINKING]
         said = "".join(e.text for e in events if isinstance(e, Text) and e.phase == THINKING)
         assert ended.is_forced
         assert len(tokens_of(events, THINKING)) == budget
+        assert all(e.num_tokens <= 2 for e in again)  # thoughts that begin again have no budget left
         assert ended.num_tokens == budget + 1 + (len(text) if budget else 0)
         assert said.endswith(text) or not budget
         assert isinstance(events[-1], Finished)
-        assert events[-1].reasoning_tokens == ended.num_tokens
+        assert events[-1].reasoning_tokens == ended.num_tokens + sum(e.num_tokens for e in again)
 
 
 def test_every_answer_has_its_reserve(engine):
@@ -207,3 +208,30 @@ def test_many_policies_at_once_change_no_answer(engine):
     alone = [text(ask(engine, policy)) for policy in policies]
     streams = [engine.submit(Request(prompt=prompt(), max_tokens=20, policy=policy)) for policy in policies]
     assert [text(list(stream)) for stream in streams] == alone
+
+
+def test_thoughts_end_at_the_closing_tag_that_the_model_writes(tmp_path):
+    """The tag is a special token of the tiny tokenizer, and text all the same."""
+    model, ids = tiny.model("llama"), [*range(10, 20), 4]
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[5] = model.model(torch.tensor([ids])).last_hidden_state[
+        0, -1
+    ]  # closes thoughts, and only here
+    model.save_pretrained(tmp_path)
+    tiny.add_sidecars(tmp_path)
+    with Engine(tmp_path) as engine:
+        events = list(engine.submit(Request(prompt=tuple(ids), max_tokens=6)))
+    (thought,) = [e for e in events if isinstance(e, Ended) and e.phase == THINKING]
+    assert (thought.num_tokens, thought.is_forced) == (1, False)
+    assert [e.phase for e in events if isinstance(e, Started)] == [THINKING, ANSWERING]
+
+
+def test_where_thoughts_begin_is_found_at_the_prompts_end_only(engine):
+    question = list(prompt()[:-1])
+    n = len(question)
+    assert engine._open_tag([*question, 4]) == (n, True)
+    assert engine._open_tag([*question, 4, 6, 6]) == (n, True)  # white space behind the tag
+    assert engine._open_tag([*question, 4, 6, 5, 6]) == (n, False)  # closed at once
+    assert engine._open_tag([*question, 4, 50]) == (n + 2, False)  # a tag that somebody wrote
+    assert engine._open_tag([4, *question]) == (n + 1, False)
+    assert engine._open_tag(question) == (n, False)

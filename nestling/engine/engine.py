@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,9 +29,10 @@ from nestling.events import CANCELLED
 from nestling.nest import FULL, Member, check_sizes, open_nest
 from nestling.policy import REPLAY
 from nestling.request import Full, Request, TooLong
-from nestling.think import Machine, Tags
+from nestling.template import template_of
+from nestling.think import Machine
 
-NO_THOUGHTS = 8  # tokens that a template writes for thoughts that are closed at once
+MOST_TAG = 24  # tokens at a prompt's end that may be tags and white space
 
 
 class Engine:
@@ -46,8 +46,10 @@ class Engine:
         self.tokenizer = hf.load_tokenizer(folder)
         self._codec = hf.codec(self.tokenizer)
         self._stop_tokens = _stop_tokens(Path(folder), self.nest.config)
-        self._silent = hf.special_tokens(self.tokenizer)
-        self.tags = _tags(self._codec)
+        self.template = template_of(self.tokenizer)
+        tags = self.template.tags
+        shown = (tags.open, tags.close, tags.tool_open, tags.tool_close)
+        self._silent = hf.special_tokens(self.tokenizer, but=shown)
         self.prefixes = Prefixes(self.settings.prefix_bytes)
         self._running: dict[str, Running] = {}
         for member in sorted(self.nest.members.values(), key=lambda one: one.name != FULL):
@@ -148,18 +150,22 @@ class Engine:
     def _machine(self, request: Request, *, is_open: bool) -> Machine:
         return Machine(
             request.policy,
-            tags=self.tags,
+            tags=self.template.tags,
             max_tokens=request.max_tokens,
             is_open=is_open,
             measure=lambda text: len(self.encode(text)) if text else 0,
         )
 
     def _open_tag(self, ids: list[int]) -> tuple[int, bool]:
-        """Where the prompt's last thoughts begin, if its end is inside of them or closes them at once; else its length.
-        And whether it is inside."""
-        opening, closing = (_last(ids, self.encode(tag)) if tag else -1 for tag in (self.tags.open, self.tags.close))
-        is_open = opening > closing
-        return (opening if is_open or 0 <= len(ids) - NO_THOUGHTS <= opening else len(ids)), is_open
+        """Where the tag begins that opens thoughts at the prompt's end, its length if there is none; and whether they
+        are still open: a template may close them at once."""
+        opening, closing = self.template.tags.open, self.template.tags.close
+        for i in range(len(ids) - 1, max(len(ids) - MOST_TAG, -1), -1) if opening else ():
+            before, tag, after = self._codec.decode(ids[i:], skip_special_tokens=False).rpartition(opening)
+            if tag and not before.strip():
+                has_closed = closing in after
+                return (i, not has_closed) if not after.replace(closing, "", 1).strip() else (len(ids), False)
+        return len(ids), False
 
     @property
     def _num_free(self) -> int:
@@ -252,17 +258,6 @@ class Engine:
         with self._changed:
             alive = {answer.outlet for answer in (*self._scheduler.answers, *self._waiting)}
             self._in_flight = {outlet: n for outlet, n in self._in_flight.items() if outlet in alive}
-
-
-def _last(ids: list[int], part: list[int]) -> int:
-    """Where `part` stands in `ids` for the last time; -1 if nowhere."""
-    places = (i for i in range(len(ids) - len(part), -1, -1) if ids[i : i + len(part)] == part)
-    return next(places, -1)
-
-
-def _tags(codec: Any) -> Tags:
-    known = codec.token_to_id("<think>") is not None and codec.token_to_id("</think>") is not None
-    return Tags(open="<think>", close="</think>") if known else Tags()
 
 
 def _stop_tokens(folder: Path, config: hf.Config) -> frozenset[int]:
