@@ -94,8 +94,10 @@ def memory(
 def parse_bytes(text: str) -> int:
     """Bytes from a text such as 16GiB, 500MB or 123456."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"cannot read '{text}' as bytes: expected a number with KB, MB, GB, TB or KiB, MiB, GiB, TiB.")
+    if not match or len(text) > 30:
+        raise ValueError(
+            f"cannot read '{text[:40]}' as bytes: expected a number with KB, MB, GB or TB, or KiB and so on."
+        )
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 

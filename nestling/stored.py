@@ -101,7 +101,8 @@ def notes(nest: Nest, member: Member) -> list[str]:
 def remote_code(config: Mapping[str, Any]) -> list[str]:
     """The files of a config's auto_map that should lie beside it."""
     told = config.get("auto_map")
-    values = [v for value in told.values() for v in (value if isinstance(value, list) else [value])] if told else []
+    told = told if isinstance(told, dict) else {}
+    values = [v for value in told.values() for v in (value if isinstance(value, list) else [value])]
     names = {str(value).rpartition(".")[0] for value in values if value and "--" not in str(value)}
     return sorted(f"{name}.py" for name in names if name.isidentifier())
 

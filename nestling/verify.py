@@ -178,6 +178,8 @@ def _compare_logits(folder: str | Path, nest: Nest, member: Member) -> str:
     from nestling.elastic import ElasticModel
 
     hf.be_quiet()
+    if not hf.takes_config(nest.stored):
+        return "logits not compared: the stock class refuses the nest's own config.json"
     tokens = torch.randint(nest.layout.sizes["vocab"], (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         elastic = ElasticModel(hf.load_model(nest.folder), layer_order=nest.layer_order)

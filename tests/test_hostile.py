@@ -392,7 +392,7 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_no_folder_that_looks_whole(p
     ("name", "change", "message"),
     [
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
-        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers = 3: expected a whole number"),
+        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers = .3. is not one whole number"),
         ("mixtral", {"num_local_experts": 10**9}, "asks for 3,000,000,000 experts"),
         ("llama", {"num_attention_heads": None}, "num_attention_heads"),
     ],

@@ -62,9 +62,12 @@ def test_sizes_written_as_56_0_are_read_and_written_as_whole_numbers(folder, tmp
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (56.5, "intermediate_size = 56.5 is not one whole number. Correct"),
-        ("56", 'intermediate_size = "56" is not one whole number. Correct'),
-        ([56, 40, 56], r"intermediate_size = [56, 40, 56] is not one whole number. Sizes that differ by layer"),
+        (56.5, "intermediate_size = 56.5 is not one whole number above zero. Correct"),
+        ("56", 'intermediate_size = "56" is not one whole number above zero. Correct'),
+        (
+            [56, 40, 56],
+            r"intermediate_size = [56, 40, 56] is not one whole number above zero. Sizes that differ by layer",
+        ),
     ],
 )
 def test_a_size_that_is_no_number_is_refused_with_the_right_reason(value, message, folder, tmp_path, capsys):
@@ -116,6 +119,41 @@ def test_a_nest_json_that_speaks_of_other_sizes_is_refused(change, parents, tmp_
     write_json(nest.folder / "nest.json", read_json(nest.folder / "nest.json") | change)
     error = slice_error(capsys, nest.folder, "full", "--to", str(tmp_path / "small"))
     assert "One of them was edited" in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0 is not one whole number above zero"),
+        ({"num_attention_heads": -6}, "num_attention_heads = -6 is not one whole number above zero"),
+        ({"sliding_window": "5"}, 'sliding_window = "5" is not one whole number'),
+        ({"model_type": ["llama"]}, "is not one that Nestling knows"),
+        ({"layer_types": 7}, "layer_types is 7, expected a list"),
+        ({"layer_types": ["full_attention", "mamba", 3]}, "kinds that a llama does not have: 3, mamba"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", expected a bool'),
+    ],
+)
+def test_a_config_of_the_wrong_kinds_is_an_error_that_names_the_key(changes, message, folder, tmp_path, capsys):
+    change_config(folder, **changes)
+    assert message in slice_error(capsys, folder, "full", "--to", str(tmp_path / "small"))
+    assert main(["inspect", str(folder)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_remote_code_named_by_a_bare_text_is_no_crash(folder, tmp_path):
+    change_config(folder, auto_map="modeling_own.Own")
+    assert main(["slice", str(folder), "full", "--to", str(tmp_path / "small")]) == 0
+
+
+def test_a_room_of_four_hundred_digits_is_a_bad_request(folder, capsys):
+    assert "cannot read '9999" in slice_error(capsys, folder, "--fit", "9" * 400, "--dry-run")
+
+
+def test_verify_says_when_the_stock_class_refuses_the_nests_own_config(folder, tmp_path, capsys):
+    change_config(folder, intermediate_size=56.0)
+    assert main(["slice", str(folder), "--sizes", "q=2", "--to", str(tmp_path / "small")]) == 0
+    assert main(["verify", str(tmp_path / "small"), "--against", str(folder), "q=2"]) == 0
+    assert "the stock class refuses the nest's own config.json" in capsys.readouterr().out
 
 
 def test_an_axis_that_is_asked_for_twice_is_refused(folder, tmp_path, capsys):

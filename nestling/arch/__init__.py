@@ -19,7 +19,7 @@ __all__ = ["ARCHITECTURES", "Architecture", "Config", "Elastic", "Layout", "Plac
 def find(config: Config) -> tuple[Architecture, Config]:
     """The architecture of a config.json, and the config with every derived size written out."""
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(
             f"model_type '{model_type}' is not one that Nestling knows: {', '.join(sorted(ARCHITECTURES))}. "
             "docs/add-an-architecture.md says how to add one (a table, usually under 100 lines)."
@@ -31,7 +31,10 @@ def find(config: Config) -> tuple[Architecture, Config]:
         raise ValueError(f"num_hidden_layers = {str(num_layers)[:40]}: expected a whole number from 1 to {MAX_LAYERS}.")
     try:
         complete = arch.complete(config)
-        arch.kinds(complete)
+        kinds, rows = arch.kinds(complete), arch.rows["disk"](complete)
     except KeyError as error:
         raise ValueError(f"config.json lacks {error}, which a {model_type} needs.") from None
+    unknown = sorted({str(kind)[:40] for kind in kinds if not isinstance(kind, str) or kind not in rows})
+    if unknown:
+        raise ValueError(f"config.json lists layers of kinds that a {model_type} does not have: {', '.join(unknown)}.")
     return arch, complete

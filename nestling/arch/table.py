@@ -64,12 +64,25 @@ class Architecture:
     refuse: Callable[[Config], dict[str, str]] = field(default=lambda config: {})  # axis -> why it cannot shrink here
 
     def whole(self, config: Config) -> Config:
-        """The config with sizes such as 56.0, which some tools write, as whole numbers."""
-        keys = {*self.config, self.active, "num_hidden_layers"}
-        return {
-            key: int(value) if key in keys and isinstance(value, float) and value.is_integer() else value
-            for key, value in config.items()
-        }
+        """The config with sizes such as 56.0, which some tools write, as whole numbers; an error for what is none."""
+        found = dict(config)
+        for key in (*self.config, self.active, "num_hidden_layers", "sliding_window", "max_window_layers"):
+            value = config.get(key)
+            if value is None:
+                continue
+            if isinstance(value, float) and value.is_integer():
+                found[key] = value = int(value)
+            if type(value) is not int or value < (1 if key in self.config else 0):
+                reason = (
+                    "Sizes that differ by layer are not supported: no stock class of this architecture reads them."
+                    if isinstance(value, (list, dict))
+                    else "Correct config.json, or download it again."
+                )
+                raise ValueError(f"{key} = {json.dumps(value)[:60]} is not one whole number above zero. {reason}")
+        for key, kind in {"tie_word_embeddings": bool, "layer_types": list, "layers_block_type": list}.items():
+            if config.get(key) is not None and not isinstance(config[key], kind):
+                raise ValueError(f"{key} is {json.dumps(config[key])[:60]}, expected a {kind.__name__}.")
+        return found
 
     def check_loads(self, config: Config) -> None:
         """Refuse a complete config that the stock class does not take."""
@@ -84,14 +97,6 @@ class Architecture:
 
     def sizes(self, config: Config) -> dict[str, int]:
         """The size of every axis, read from a complete config."""
-        for key in (*self.config, *((self.active,) if self.active else ())):
-            if config.get(key) is not None and (not isinstance(config[key], int) or isinstance(config[key], bool)):
-                reason = (
-                    "Sizes that differ by layer are not supported: no stock class of this architecture reads them."
-                    if isinstance(config[key], (list, dict))
-                    else "Correct config.json, or download it again."
-                )
-                raise ValueError(f"{key} = {json.dumps(config[key])[:60]} is not one whole number. {reason}")
         products = {key: parse(text)[0][0] for key, text in self.config.items() if config.get(key) is not None}
         sizes: dict[str, int] = {"layer": len(self.kinds(config))}
         unsolved = dict(products)
