@@ -19,9 +19,10 @@ from nestling.checkpoint import read_json
 from nestling.cut import Cut, cut
 from nestling.formats import SIDECAR
 from nestling.nest import HEAD, Member, Nest, prefix
-from nestling.shards import Entry
+from nestling.shards import BYTES, Entry
 
 HEADS = {"kv", "q", "head", "group", "mamba", "mdim"}  # axes that reach a width only together
+KERNEL_BYTES = 16
 TILE = 16  # values; what few-bit formats and the kernels of most engines take a width in
 
 
@@ -91,6 +92,14 @@ def notes(nest: Nest, member: Member) -> list[str]:
             found.append(
                 f"size {size} along '{axis}' is not a multiple of {TILE}: fp8 and nvfp4 cannot store it, and vLLM has "
                 "met widths that it rounds up (vllm-project/vllm#36926)."
+            )
+    half = any(BYTES[entry.dtype] == 2 for entry in nest.checkpoint.entries.values())
+    step = KERNEL_BYTES // (2 if half else 4)
+    for axis in ("hidden", "effn") if "expert" in nest.layout.sizes and nest.quantized is None else ():
+        if (size := member.sizes.get(axis, 0)) % step:
+            found.append(
+                f"size {size} along '{axis}' is not a multiple of {step}: stock transformers may not run the experts, "
+                f"as the kernel of fused ones reads {KERNEL_BYTES} bytes at a time."
             )
     for name in remote_code(nest.stored):
         if not (nest.folder / name).is_file():

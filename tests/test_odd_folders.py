@@ -192,6 +192,14 @@ def test_a_destination_below_a_file_or_at_a_dead_link_is_a_bad_request(folder, t
     assert "is a link to 'nowhere'" in slice_error(capsys, folder, "full", "--to", str(tmp_path / "link"))
 
 
+def test_a_width_that_the_stock_kernel_of_experts_cannot_read_is_said(tmp_path, capsys):
+    parent = tiny.save("nemotron_h", tmp_path / "parent", is_mixed=True)
+    assert main(["slice", str(parent), "--sizes", "hidden=32,effn=12", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "note: size 12 along 'effn' is not a multiple of 8: stock transformers may not run the experts" in out
+    assert "size 32" not in out
+
+
 def test_the_folder_one_stands_in_can_be_written_anew(folder, tmp_path, monkeypatch):
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path / "small")
