@@ -57,18 +57,18 @@ class Guard:
         return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.key)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
+        is_whole = False
 
         async def watched(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = has_begun or message["type"] == "http.response.start"
+            nonlocal is_whole
             await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self.app(scope, receive, watched)
         except Exception:
-            # The one place where anything is caught: a fault of ours must reach the client as JSON and us as a trace.
+            # The one place where anything is caught: a fault of ours must not end the server. The client of a whole
+            # answer was told by the app; a stream that breaks off must be cut, or it would be taken for whole.
             log.exception("%s %s failed", scope["method"], scope["path"])
-            if has_begun:
+            if not is_whole:
                 raise
-            await error_response(500, "the server failed at this request; its log says why.")(scope, receive, send)

@@ -11,14 +11,13 @@ from types import FrameType
 
 import uvicorn
 
-from nestling.request import Runtime
-from nestling.serve.app import App, make_app
+from nestling.serve.app import App, Servable, make_app
 from nestling.serve.settings import ServeSettings
 
 STOPPING = "the server is shutting down; the answer ends here."
 
 
-def run(settings: ServeSettings, *, nest: str, runtime: Runtime, say: Callable[[str], None] = print) -> None:
+def run(settings: ServeSettings, *, nest: str, runtime: Servable, say: Callable[[str], None] = print) -> None:
     """Serve until the process is told to stop (SIGTERM or SIGINT); the runtime is closed then. nest: its name."""
     settings.check()
     listener = listen(settings)

@@ -21,7 +21,7 @@ class ServeSettings:
     answer: str = ""  # who answers where a request does not say: a member, or without a nest URL[#model]
     thinking_token_budget: int | None = None  # tokens of thinking where a request does not say
     handover: str = "prefill"  # prefill, shadow or replay, where a request does not say
-    max_tokens: int = 1024  # thoughts and answer together, where a request does not say
+    max_tokens: int = 1024  # thoughts and answer together where a request does not say, or less if no more fits
     max_requests: int = 512  # requests that are read or answered at once; more get a 429
     max_body: int = 4 * 1024**2  # bytes of a request's body; more get a 413
     max_choices: int = 8  # answers that one request may ask for
