@@ -39,10 +39,11 @@ vllm: .venv-vllm/.setup-is-done  ## make .venv-vllm, in which the slow tests run
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch: they fail to load
 	@touch $@
 
-bench: setup  ## what a training step, scoring and slicing cost, as ratios inside one run
+bench: setup  ## what a training step, scoring, slicing and decoding cost, as ratios inside one run
 	$(PY) -m benchmarks.step
 	$(PY) -m benchmarks.score
 	$(PY) -m benchmarks.slice
+	$(PY) -m benchmarks.decode
 
 lint: setup  ## ruff, its formatter and pyright
 	@status=0; \
