@@ -58,7 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "add_special_tokens": (False,),
-    "skip_special_tokens": (True,),
+    "skip_special_tokens": (True, False),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "separate_reasoning": (True,),

@@ -39,7 +39,7 @@ FLOORS = (
     ("nest", "budget", "distill", "listen", "padded", "gguf_vocab", "openai"),
     ("choose", "elastic", "sort", "stored", "plan", "router", "inspect", "quantize", "asking"),
     ("score", "parallel", "export", "verify", "to_gguf", "upstream"),
-    ("slice", "train", "engine"),
+    ("slice", "train", "engine", "relay_answer"),
     ("eval", "report", "relay"),
     ("build", "serve", "policies"),
     ("demo", "slicing", "shipped"),
