@@ -15,11 +15,14 @@ from pathlib import Path
 from nestling import running, slicing
 from nestling.checkpoint import check_free
 from nestling.flags import add_field, add_settings, add_to, read_recipe, settings_of
+from nestling.policies.settings import PolicySettings
 
 WITHOUT_TORCH = {"inspect", "slice", "verify", "generate", "chat"}  # or only where they must: it costs seconds
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
 
 
+TRAINED = ("pack", "loss_on", "device")
+POLICIES = ("budgets", "max_answer", "rows", "timed", "handover_problems", "replays")
 EVALUATED = ("problems", "max_thinking", "heldout", "heldout_tokens", "heldout_length")
 
 
@@ -166,16 +169,40 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     for name in EVALUATED:
         add_field(parser, BuildSettings, name)
-    for name in ("pack", "loss_on", "device"):
+    for name in TRAINED:
         add_field(parser, TrainSettings, name)
+    parser.add_argument(
+        "--policies", action="store_true", help="measure who should think and who answer instead; --to is a folder then"
+    )
+    for name in POLICIES:
+        add_field(parser, PolicySettings, name)
+
+
+def _eval_policies(given: argparse.Namespace) -> None:
+    from nestling.policies.page import evaluate_policies
+
+    if not given.to:
+        raise ValueError("--policies needs --to: the folder for the table, the figure and the numbers.")
+    settings = settings_of(given, PolicySettings)
+    say = (lambda line: print(line, file=sys.stderr)) if given.json else print
+    page = evaluate_policies(settings, given.nest, given.to, say=say, overwrite=given.overwrite)
+    print((Path(given.to) / "policies.json").read_text("utf-8") if given.json else page)
 
 
 def _eval(given: argparse.Namespace) -> None:
+    shared = {"problems", "max_thinking"}
+    idle = {*EVALUATED, *TRAINED, "parent"} - shared if given.policies else set(POLICIES)
+    for name in sorted(idle):
+        if getattr(given, name) not in (None, ""):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} has no effect {'with' if given.policies else 'without'} --policies.")
+    if given.policies:
+        return _eval_policies(given)
     from nestling.build import BuildSettings, evaluate_folder
 
     told = {k: v for k, v in vars(given).items() if v is not None}
     settings = BuildSettings(**{k: v for k, v in told.items() if k in EVALUATED})
-    changed = {k: told[k] for k in ("pack", "loss_on", "device") if k in told}
+    changed = {k: told[k] for k in TRAINED if k in told}
     # Standard output is the JSON alone, so that a program can read it.
     say = (lambda line: print(line, file=sys.stderr)) if given.json else print
     nest, table = evaluate_folder(settings, given.nest, parent=given.parent or given.nest, say=say, **changed)

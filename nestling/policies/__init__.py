@@ -1,0 +1,1 @@
+"""Which policy is worth it: every thinker with every answerer at every thinking budget, accuracy against latency."""
