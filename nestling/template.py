@@ -68,12 +68,21 @@ class Template:
         """source: the template, or several by name, of which `default` and `tool_use` are used. special: `bos_token`
         and the like. added: texts of added tokens. tags: instead of those that are found."""
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self._source = sources.get("default") or next(iter(sources.values()), "")
         self.special = dict(special or {})
         self.tags = tags or find_tags("".join(sources.values()), added)
         self._compiled = {name: _compile(text) for name, text in sources.items()}
         parse = _environment().parse
         self._variables = {
             name for text in sources.values() for name in jinja2.meta.find_undeclared_variables(parse(text))
+        }
+
+    @property
+    def props(self) -> dict[str, str]:
+        """The template and its special tokens, as llama.cpp's /props tells them, for other servers to make prompts."""
+        return {
+            "chat_template": self._source,
+            **{name: self.special.get(name, "") for name in ("bos_token", "eos_token")},
         }
 
     @property

@@ -92,6 +92,10 @@ def make_app(runtime: Servable, settings: ServeSettings, *, nest: str) -> App:
     async def get_health() -> Response:
         return JSONResponse({"status": "ok"})
 
+    @made.get("/props")
+    async def get_props() -> Response:
+        return JSONResponse(runtime.template.props)
+
     @made.get("/metrics")
     async def get_metrics() -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE)
