@@ -334,6 +334,7 @@ def _choices(requests: tuple[Request, ...], told: _Common, served: Served) -> tu
         for request in requests:
             seed = request.sampling.seed
             sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + i)
+            sampling.check()
             made.append(replace(request, sampling=sampling))
     return tuple(made)
 

@@ -145,7 +145,8 @@ class Answer:
                 self._take(self._tagged(piece))
                 if self.is_over or (self.phase == THINKING) != is_thinking:
                     return
-        missing = max(0, (last.completion_tokens or 0) - (machine.num_tokens - num_before))
+        uncounted = (last.completion_tokens or 0) - (machine.num_tokens - num_before)
+        missing = max(0, min(uncounted, machine.room))  # whatever an engine says of its tokens
         self._end(last, missing)
 
     def _tagged(self, piece: Piece) -> str:

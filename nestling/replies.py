@@ -31,6 +31,7 @@ from nestling.events import (
 )
 from nestling.think import Tags
 
+SURROGATES = range(0xD800, 0xE000)
 REASONS = {STOP: "stop", LENGTH: "length", THINKING_LENGTH: "length"}  # of OpenAI
 
 
@@ -274,7 +275,7 @@ def parse_calls(text: str) -> list[tuple[str, str]] | None:
     """Names and arguments, as JSON, of the calls in a tool call's text: an object with `name` and `arguments` (or
     `parameters`), or a list of them. None if it is neither."""
     try:
-        told = json.loads(text)
+        told = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     calls = []
@@ -283,7 +284,13 @@ def parse_calls(text: str) -> list[tuple[str, str]] | None:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
         calls.append((call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
-    return calls or None
+    # Half of a surrogate pair can be spelled in JSON, and cannot be sent.
+    is_text = all(ord(letter) not in SURROGATES for call in calls for letter in "".join(call))
+    return calls if calls and is_text else None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def chat_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
@@ -30,7 +31,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # how clients and te
 NO_THINKING = {"enable_thinking": False, "thinking": False}  # options by which templates leave thoughts out
 THINKING = {"enable_thinking": True, "thinking": True}
 # The template computes with what the client sent: any of these means that it cannot read it.
-MISREAD = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MISREAD = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # no options: a request has fields for them
 
 # Pairs in use, the commonest first.
@@ -147,7 +148,15 @@ class Template:
 
 
 def template_of(tokenizer: Any, *, tags: Tags | None = None) -> Template:
-    """The template of a transformers tokenizer, from chat_template.jinja or tokenizer_config.json."""
+    """The template of a transformers tokenizer, from chat_template.jinja or tokenizer_config.json. Tags by hand may
+    stand in the latter as `nestling_tags`: {"open": ..., "close": ..., "tool_open": ..., "tool_close": ...}."""
+    told = tokenizer.init_kwargs.get("nestling_tags")
+    if told is not None and tags is None:
+        if not isinstance(told, Mapping) or not set(told) <= {one.name for one in fields(Tags)}:
+            raise ValueError(
+                f"tokenizer_config.json: nestling_tags is {told!r}: expected open, close, tool_open, tool_close."
+            )
+        tags = Tags(**told)
     return Template(
         tokenizer.chat_template,
         special=tokenizer.special_tokens_map,

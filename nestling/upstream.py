@@ -288,10 +288,10 @@ def read_piece(told: Mapping[str, Any]) -> Piece:
     stop = choice.get("stop_reason")
     reason = choice.get("finish_reason")
     return Piece(
-        text=str(choice.get("text") or delta.get("content") or ""),
-        thoughts=str(delta.get("reasoning_content") or delta.get("reasoning") or ""),
+        text=_clean(choice.get("text") or delta.get("content")),
+        thoughts=_clean(delta.get("reasoning_content") or delta.get("reasoning")),
         reason="" if not reason else "length" if reason == "length" else "stop",
-        stop=stop if isinstance(stop, str) else "",
+        stop=_clean(stop),
         **counts,
     )
 
@@ -307,8 +307,8 @@ class SseDecoder:
         """The data of the events that are now whole."""
         events = []
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE:
-            raise Broken("the engine sent an endless line.")
+        if len(self._rest) + sum(map(len, self._data)) > MAX_LINE:
+            raise Broken("the engine sent an endless event.")
         for raw in lines:
             line = raw.removesuffix(b"\r")
             if not line and self._data:
@@ -317,6 +317,11 @@ class SseDecoder:
             elif line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" ").decode("utf-8", "replace"))
         return events
+
+
+def _clean(text: Any) -> str:
+    """Text that can be sent on: without halves of surrogate pairs, which JSON can spell."""
+    return text.encode("utf-8", "replace").decode("utf-8") if isinstance(text, str) else ""
 
 
 def _object(text: str, url: str) -> dict[str, Any]:

@@ -188,6 +188,9 @@ FINISHED = Finished(reason="stop", prompt_tokens=10, completion_tokens=7, reason
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
+BAD = '{"name": "\\ud800", "arguments": {"a": 1}}'  # half of a surrogate pair, which cannot be sent
+
+
 def ended(phase: str, member: str = "S") -> Ended:
     return Ended(phase=phase, member=member, num_tokens=4, seconds=0.5)
 
@@ -257,7 +260,7 @@ def test_a_tool_call_is_one_if_the_request_had_tools():
     ChatCompletion.model_validate(body)
 
 
-@pytest.mark.parametrize(("has_tools", "text"), [(False, CALL), (True, "no json"), (True, '{"nme": 1}')])
+@pytest.mark.parametrize(("has_tools", "text"), [(False, CALL), (True, "no json"), (True, '{"nme": 1}'), (True, BAD)])
 def test_what_is_no_call_is_content_with_its_tags(has_tools: bool, text: str):
     form = ChatForm(model="nest", tags=TAGS, has_tools=has_tools)
     chunks, body = reply(form, story((ANSWERING, "a"), (TOOL_CALL, text)))
@@ -269,8 +272,12 @@ def test_what_is_no_call_is_content_with_its_tags(has_tools: bool, text: str):
     st.sampled_from(["name", "arguments", "parameters"]), x | st.text())).map(json.dumps))  # fmt: skip
 def test_any_text_is_a_call_or_none(text: str):
     for name, arguments in parse_calls(text) or []:
-        assert isinstance(name, str)
-        assert isinstance(arguments, str)
+        assert (name + arguments).encode()
+
+
+def test_seeds_that_are_no_longer_seeds_are_refused():
+    with pytest.raises(ValueError, match="64 bits"):
+        chat(n=2, seed=2**63 - 1)
 
 
 def test_a_prompt_with_several_answers_counts_once():

@@ -343,6 +343,24 @@ def test_any_chunk_is_read_or_an_error(told: dict):
     with contextlib.suppress(Broken):
         piece = read_piece(told)
         assert piece.reason in ("", "stop", "length")
+        assert (piece.text + piece.thoughts + piece.stop).encode() is not None
+
+
+def test_half_of_a_surrogate_pair_is_not_sent_on():
+    assert read_piece({"choices": [{"text": "a\ud83d"}]}).text == "a?"
+
+
+@pytest.mark.parametrize("count", [-5, 0, 10**9])
+def test_an_engine_that_miscounts_changes_no_text(count: int):
+    used = {"prompt_tokens": count, "completion_tokens": count}
+    with (
+        engine(said("hm", usage=used)) as small,
+        engine(said("t", "wo", usage=used)) as large,
+        relay(small, large) as made,
+    ):
+        events = ask(made)
+    assert (text(events, THINKING), text(events, ANSWERING)) == ("hm", "two")
+    assert 0 < events[-1].completion_tokens <= 64
 
 
 def test_a_done_without_a_reason_is_no_end():

@@ -175,6 +175,19 @@ def test_tags_may_be_given_by_hand(tokenizer):
     assert template_of(tokenizer, tags=tags).tags is tags
 
 
+def test_tags_may_be_given_in_the_folder(tmp_path):
+    shutil.copytree(reasoner(), tmp_path / "nest", ignore=shutil.ignore_patterns("*.safetensors"))
+    path = tmp_path / "nest" / "tokenizer_config.json"
+    for told in ({"open": "{", "close": "}"}, {"opening": "{"}):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"nestling_tags": told}))
+        tokenizer = hf.load_tokenizer(tmp_path / "nest")
+        if "open" in told:
+            assert template_of(tokenizer).tags == Tags(**told)
+        else:
+            with pytest.raises(ValueError, match="nestling_tags"):
+                template_of(tokenizer)
+
+
 def test_content_may_be_a_list_of_text_parts(tokenizer):
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "1 + 2?"}]
     expected = ours(tokenizer, HERMES, [{"role": "user", "content": "What is\n1 + 2?"}])

@@ -74,6 +74,20 @@ def test_a_stream_joined_equals_the_whole_parse_for_every_split(text: str, cuts:
     assert joined(run(machine(is_open=is_open), tokens)) == joined(run(machine(is_open=is_open), [text]))
 
 
+@given(st.data())
+def test_the_split_does_not_matter_for_any_tags(data: st.DataObject):
+    letters = st.text("ab", min_size=1, max_size=4)
+    names = ("open", "close", "tool_open", "tool_close")
+    try:
+        tags = Tags(**dict(zip(names, data.draw(st.tuples(letters, letters, letters, letters)), strict=True)))
+    except ValueError:
+        return  # one is part of another
+    tokens = data.draw(st.lists(st.text("ab ", max_size=6), max_size=8))
+    is_open = data.draw(st.booleans())
+    expected = joined(run(machine(is_open=is_open, tags=tags), ["".join(tokens)]))
+    assert joined(run(machine(is_open=is_open, tags=tags), tokens)) == expected
+
+
 @given(texts, policies, st.booleans(), st.integers(1, 40), st.sampled_from([one, len]))
 def test_what_was_said_is_the_parse_of_what_was_drawn_and_forced(text, policy, is_open, max_tokens, measure):
     try:
