@@ -17,7 +17,7 @@ from nestling.checkpoint import check_free
 from nestling.flags import add_field, add_settings, add_to, read_recipe, settings_of
 from nestling.policies.settings import PolicySettings
 
-WITHOUT_TORCH = {"inspect", "slice", "verify", "generate", "chat"}  # or only where they must: it costs seconds
+WITHOUT_TORCH = {"inspect", "slice", "verify", "generate", "chat", "serve"}  # or only where they must: it costs
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
 
 
@@ -81,6 +81,11 @@ def _verbs() -> dict[str, Verb]:
             running.generate_verb,
         ),
         "chat": ("talk in the terminal, and change who thinks and answers", running.chat_flags, running.chat_verb),
+        "serve": (
+            "answer OpenAI's requests, over a nest or over other engines",
+            running.serve_flags,
+            running.serve_verb,
+        ),
     }
 
 

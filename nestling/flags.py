@@ -32,14 +32,15 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type) -> None:
             add_field(parser, cls, field.name)
 
 
-def add_field(parser: argparse.ArgumentParser, cls: type, name: str) -> None:
+def add_field(parser: argparse.ArgumentParser, cls: type, name: str, *, prefix: str = "") -> None:
+    """A flag for one field. prefix: goes before its name, where another class has a field of that name."""
     (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
     kind = _kinds(cls)[name]
     line = help_lines(cls).get(name, "")
     has_default = field.default is not dataclasses.MISSING
     line += f" (default: {_show(field.default)})" if has_default and field.default not in ("", (), None) else ""
-    options: dict[str, Any] = {"default": None, "help": line.replace("%", "%%"), "dest": name}
-    flag = "--" + name.replace("_", "-")
+    options: dict[str, Any] = {"default": None, "help": line.replace("%", "%%"), "dest": prefix + name}
+    flag = "--" + (prefix + name).replace("_", "-")
     if kind is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
     elif typing.get_origin(kind) is tuple:

@@ -7,6 +7,8 @@ told in a fraction of a second, not after the weights are there.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import os
 import sys
 from pathlib import Path
@@ -15,10 +17,12 @@ from typing import Any
 from nestling import shipped
 from nestling.asking import AskSettings, conversation, prompt_of
 from nestling.engine.settings import EngineSettings
-from nestling.flags import add_field, add_settings, settings_of
+from nestling.flags import add_field, add_settings, read_recipe, settings_of
 from nestling.generate import check_raw, generate, nest_and_question
 from nestling.nest import FULL, open_nest
+from nestling.serve.settings import ServeSettings
 
+UPSTREAM = "upstream_"  # before the names of the settings of other engines, which are also the server's
 ENGINE_FIELDS = ("dtype", "threads", "decoder")  # what one person at a terminal may want to change
 
 
@@ -67,6 +71,50 @@ def chat_verb(given: argparse.Namespace) -> None:
     chat(lambda: open_engine(folder, given), settings, members=members, name=folder.name)
 
 
+def serve_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nestling serve`."""
+    parser.add_argument(
+        "nest", nargs="?", default="", help="folder; without it the small nest that ships, or engines behind URLs"
+    )
+    from nestling.upstream import UpstreamSettings
+
+    add_settings(parser, ServeSettings, EngineSettings)
+    for field in dataclasses.fields(UpstreamSettings):
+        add_field(parser, UpstreamSettings, field.name, prefix=UPSTREAM)
+
+
+def serve_verb(given: argparse.Namespace) -> None:
+    """Serve a nest, or other engines under the same policies, until told to stop."""
+    from nestling.upstream import UpstreamSettings
+
+    told = read_recipe(given, ServeSettings, EngineSettings)
+    settings: ServeSettings = settings_of(given, ServeSettings, told)
+    settings.check()
+    engine_settings: EngineSettings = settings_of(given, EngineSettings, told)
+    fields = {field.name: getattr(given, UPSTREAM + field.name) for field in dataclasses.fields(UpstreamSettings)}
+    upstream = UpstreamSettings(**{name: value for name, value in fields.items() if value is not None})
+    urls = [one for one in (settings.think, settings.answer) if "://" in one]
+    if len(urls) == 1:
+        raise ValueError("--think and --answer: one is a URL and the other is not. Engines behind URLs need both.")
+    if urls and engine_settings != EngineSettings():
+        raise ValueError("settings of the engine have no effect where other engines do the work. Leave them out.")
+    if not urls and upstream != UpstreamSettings():
+        raise ValueError("--upstream settings have no effect without URLs in --think and --answer.")
+    folder = Path(given.nest) if given.nest or urls else shipped.nest()
+    members = members_of(folder) if given.nest or not urls else ()
+    if not urls:
+        settings.policy().check(members)
+    from nestling.serve.run import run
+
+    say = functools.partial(print, flush=True)  # whoever waits for the line reads a pipe
+    if urls:
+        runtime = _open_relay(settings, upstream, Path(given.nest) if given.nest else None)
+        settings = dataclasses.replace(settings, think=runtime.think, answer=runtime.answer)
+        run(settings, nest=folder.name or "relay", runtime=runtime, say=say)
+    else:
+        run(settings, nest=folder.name, runtime=_open(folder, engine_settings), say=say)
+
+
 def members_of(folder: Path) -> tuple[str, ...]:
     """The names that a policy may give, the full member first: from the folder's headers alone."""
     if not folder.is_dir():
@@ -76,12 +124,29 @@ def members_of(folder: Path) -> tuple[str, ...]:
 
 def open_engine(folder: Path, given: argparse.Namespace) -> Any:
     """The engine on a nest."""
+    told = {name: getattr(given, name) for name in ENGINE_FIELDS if getattr(given, name) is not None}
+    return _open(folder, EngineSettings(**told))
+
+
+def _open(folder: Path, settings: EngineSettings) -> Any:
     from nestling import hf
     from nestling.engine.engine import Engine
 
     hf.be_quiet()
-    told = {name: getattr(given, name) for name in ENGINE_FIELDS if getattr(given, name) is not None}
-    return Engine(folder, settings=EngineSettings(**told))
+    return Engine(folder, settings=settings)
+
+
+def _open_relay(settings: ServeSettings, upstream: Any, folder: Path | None) -> Any:
+    """Other engines as a runtime. folder: whose chat template makes the prompts, if it is not to be theirs."""
+    from nestling.relay import Relay
+
+    template = None
+    if folder is not None:
+        from nestling import hf
+        from nestling.template import template_of
+
+        template = template_of(hf.load_tokenizer(folder))
+    return Relay(settings.think, settings.answer, settings=upstream, template=template)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -24,8 +24,10 @@ from nestling import tasks
 from nestling.asking import AskSettings
 from nestling.build import BuildSettings
 from nestling.cli import main
+from nestling.engine.settings import EngineSettings
 from nestling.nest import open_nest
 from nestling.score import Scores, ScoreSettings
+from nestling.serve.settings import ServeSettings
 from nestling.slice import slice as cut_member
 from nestling.sort import sort
 from nestling.train import TrainSettings, train
@@ -33,9 +35,10 @@ from nestling.train import TrainSettings, train
 ROOT = Path(__file__).parents[1]
 VERBS = (
     "inspect", "score", "sort", "train", "slice", "verify", "eval", "report", "build", "demo", "generate", "chat",
+    "serve",
 )  # fmt: skip
 SETTINGS: dict[str, tuple[type, ...]] = {
-    "generate": (AskSettings,), "chat": (AskSettings,),
+    "generate": (AskSettings,), "chat": (AskSettings,), "serve": (ServeSettings, EngineSettings),
     "score": (ScoreSettings,), "train": (TrainSettings,), "build": (TrainSettings, BuildSettings),
 }  # fmt: skip
 STAGE = "tokens=256,length=16,batch=4,lr=1e-3"  # four steps
@@ -132,7 +135,7 @@ def test_every_verb_has_help_with_a_flag_and_a_line_for_every_setting(
                 shown = default[0] if isinstance(default, tuple) else default
                 assert line.endswith(f"(default: {shown})")
     assert ("--recipe" in done.out) == (verb in SETTINGS)
-    assert ("--to " in done.out) == (verb not in ("inspect", "verify", "generate", "chat"))
+    assert ("--to " in done.out) == (verb not in ("inspect", "verify", "generate", "chat", "serve"))
 
 
 def test_settings_that_are_yes_or_no_can_be_said_both_ways(run: Run) -> None:

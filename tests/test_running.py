@@ -5,13 +5,16 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,9 +109,54 @@ def test_a_request_that_cannot_be_done_exits_with_two_and_says_why(run: Run, arg
     assert why in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (("--think", "33"), "there is no member '33'"),
+        (("--port", "99999"), "port is 99999"),
+        (("--think", "http://localhost:1"), "Engines behind URLs need both"),
+        (("--upstream-retries", "3"), "--upstream settings have no effect without URLs"),
+        (("--think", "http://a", "--answer", "http://a", "--max-rows", "3"), "settings of the engine have no effect"),
+        (("no-such-folder",), "'no-such-folder' is not a folder"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused(run: Run, argv: tuple[str, ...], why: str) -> None:
+    code, _, err = run("serve", *argv)
+    assert code == 2
+    assert why in err
+
+
+@contextmanager
+def serving(*argv: str) -> Iterator[str]:
+    """A server process; gives its URL. Told to stop, it ends well."""
+    command = [*NESTLING, "serve", "--port", "0", *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert " at http" in line, server.stderr and server.stderr.read()
+        try:
+            yield line.split()[-1]
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=60)
+    assert server.returncode == 0
+
+
+def test_the_shipped_nest_is_served_and_a_second_server_relays_to_it(run: Run) -> None:
+    asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
+    elastic = {"elastic": {"think": "45", "answer": "100"}}
+    with serving() as url, serving("--think", f"{url}#nest:45", "--answer", f"{url}#nest:100") as relay:
+        here = httpx.post(f"{url}/v1/chat/completions", json=asked | elastic, timeout=60).json()
+        there = httpx.post(f"{relay}/v1/chat/completions", json=asked, timeout=60).json()
+    told = json.loads(run("generate", QUESTION, "--think", 45, "--answer", 100, "--max-tokens", 200, "--json")[1])
+    for reply in (here, there):
+        message = reply["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == (told["thinking"], told["answering"])
+
+
 def test_what_the_headers_show_is_refused_before_torch_is_loaded() -> None:
     code = "import sys; from nestling.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    for argv in (["generate", "--think", "33", QUESTION], ["chat", "--size", "33"]):
+    for argv in (["generate", "--think", "33", QUESTION], ["chat", "--size", "33"], ["serve", "--think", "33"]):
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert "no member '33'" in done.stderr
