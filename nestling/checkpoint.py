@@ -34,7 +34,8 @@ WEIGHTS = {
 # Written anew by whoever cuts the weights.
 REWRITTEN = {"config.json", "nest.json", "README.md", "hf_quant_config.json"}
 
-OURS = ("config.json", INDEX, "scores.json", "report.html", "heldout.jsonl")  # a folder that we write has one of them
+# A folder that we write has one of them.
+OURS = ("config.json", INDEX, "scores.json", "report.html", "heldout.jsonl", "policies.json")
 
 
 class Checkpoint:

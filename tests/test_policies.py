@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nestling import shipped, tasks
+from nestling.checkpoint import check_destination
 from nestling.cli import main
 from nestling.engine.engine import Engine
 from nestling.engine.settings import EngineSettings
@@ -156,3 +157,11 @@ def test_a_sweep_that_was_stopped_goes_on_and_writes_table_figure_and_numbers(tm
     assert {(one.differing, one.kl) for one in compared if one.way in ("prefill", "shadow")} == {(0.0, 0.0)}
     first = [json.loads(line)[1]["solved"] for line in kept.splitlines()[1:]]
     assert [[int(x) for x in one.solved] for one in rows[:5]] == first
+
+
+def test_a_folder_of_policies_is_replaced_when_told_to(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "policies.json").write_text("{}")
+    with pytest.raises(ValueError, match="exists"):
+        check_destination(tmp_path / "out", overwrite=False)
+    check_destination(tmp_path / "out", overwrite=True)

@@ -60,7 +60,7 @@ def page(rows: Sequence[Row], compared: Sequence[Compared], members: Sequence[st
     return "\n\n".join(
         [
             how(settings),
-            "\n".join(f"- {line}" for line in verdict(rows, members)),
+            "\n".join(f"- {line}" for line in (*verdict(rows, members), *_switch(compared))),
             _table(_sweep_rows(rows, members, settings)),
             "Time to the first token of the answer, and what hand-over by replay costs:",
             _table(_handover_rows(compared)),
@@ -75,6 +75,18 @@ def how(settings: PolicySettings) -> str:
         f"answer does not depend on what else runs). Latency: mean of {settings.timed} of the problems, solved one at "
         "a time by all policies in turn, prompt to last token, hand-over included, no state kept from earlier answers. "
         f"Without a budget thoughts are cut at {settings.max_thinking} tokens."
+    )
+
+
+def _switch(compared: Sequence[Compared]) -> list[str]:
+    """What the switch alone takes, over all pairs."""
+    means = {}
+    for one in compared:
+        if math.isfinite(one.seconds):
+            means.setdefault(one.name, []).append(1000 * one.seconds)
+    told = ", ".join(f"{name} {sum(found) / len(found):.1f} ms" for name, found in means.items())
+    return (
+        [f"From the end of the thoughts to the first token of the answer, mean over the pairs: {told}."] if told else []
     )
 
 
