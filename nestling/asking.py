@@ -104,7 +104,7 @@ def change(settings: AskSettings, members: Collection[str], **values: Any) -> As
 def phase_line(phase: Ended) -> str:
     """A phase in a line: who, how much, how fast."""
     line = f"{phase.phase:<9}  {phase.member:>4}  {phase.num_tokens:>5} tokens  {_rate(phase):>7} tokens/s"
-    line += f"  {phase.seconds:>6.2f} s"
+    line += f"  {phase.seconds:>7.3f} s"
     notes = ["cut by the budget"] if phase.is_forced else []
     if phase.handover:
         notes.append(f"hand-over by {phase.handover} {1000 * phase.handover_seconds:.0f} ms")
