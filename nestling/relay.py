@@ -34,6 +34,8 @@ class Relay:
     """Answers requests with engines behind URLs; see request.Runtime. `think` and `answer` are the names of the members
     that do so where a request does not say."""
 
+    handovers = (PREFILL,)
+
     def __init__(
         self,
         think: str,

@@ -119,6 +119,7 @@ def make_app(runtime: Servable, settings: ServeSettings, *, nest: str) -> App:
     async def answer(request: HttpRequest, read: Read) -> Response:
         begun = time.perf_counter()
         body = await read_object(request, max_bytes=settings.max_body, seconds=settings.read_timeout)
+        body.setdefault("model", models.name)
         # In a thread: reading a long prompt takes as long as many tokens of others.
         asked, streams = await asyncio.to_thread(_begin, runtime, read, body, meaning)
         return Delivery(hall, streams, asked.form, is_stream=asked.is_stream, begun=begun)

@@ -69,7 +69,7 @@ class Models:
             "owned_by": "nestling",
             "nestling": {
                 "members": list(members),
-                "handovers": list(HANDOVERS),
+                "handovers": list(getattr(self.runtime, "handovers", HANDOVERS)),
                 "max_tokens": self.settings.max_tokens,
                 "policy": {
                     "think": policy.think or members[0],

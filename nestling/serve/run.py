@@ -19,18 +19,17 @@ STOPPING = "the server is shutting down; the answer ends here."
 
 def run(settings: ServeSettings, *, nest: str, runtime: Servable, say: Callable[[str], None] = print) -> None:
     """Serve until the process is told to stop (SIGTERM or SIGINT); the runtime is closed then. nest: its name."""
-    settings.check()
-    listener = listen(settings)
-    app = make_app(runtime, settings, nest=nest)
-    if not (settings.is_loopback or settings.api_key):
-        print(
-            f"warning: {settings.host} can be reached from other machines, anyone there may use it: set --api-key.",
-            file=sys.stderr,
-        )
-    server = Server(app, settings)
-    say(f"serving {app.models.name} ({', '.join(runtime.members)}) at {address(listener)}")
     try:
-        server.run([listener])
+        settings.check()
+        app = make_app(runtime, settings, nest=nest)
+        listener = listen(settings)
+        if not (settings.is_loopback or settings.api_key):
+            print(
+                f"warning: {settings.host} can be reached from other machines, anyone there may use it: set --api-key.",
+                file=sys.stderr,
+            )
+        line = f"serving {app.models.name} ({', '.join(runtime.members)}) at {address(listener)}"
+        Server(app, settings, ready=lambda: say(line)).run([listener])
     finally:
         runtime.close()
 
@@ -62,8 +61,8 @@ def address(listener: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn that tells running answers when it stops."""
 
-    def __init__(self, app: App, settings: ServeSettings) -> None:
-        self.app, self.grace = app, settings.grace
+    def __init__(self, app: App, settings: ServeSettings, *, ready: Callable[[], object] = lambda: None) -> None:
+        self.app, self.grace, self.ready = app, settings.grace, ready
         super().__init__(
             uvicorn.Config(
                 app.guard,
@@ -81,6 +80,11 @@ class Server(uvicorn.Server):
         """See uvicorn.Server."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn.Server. Only now a client is heard, and a signal stops the server as it should."""
+        await super().startup(sockets)
+        self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Not handed on afterwards as uvicorn does: stopping when told is success."""

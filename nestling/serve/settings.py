@@ -50,9 +50,10 @@ class ServeSettings:
         """The key itself; empty if none is asked for."""
         text = self.api_key
         if text.startswith("@"):
-            text = Path(text[1:]).read_text("utf-8").strip()
+            file = Path(text[1:])
+            text = file.read_text("utf-8").strip() if file.is_file() else ""
             if not text:
-                raise ValueError(f"api_key: '{self.api_key[1:]}' is empty.")
+                raise ValueError(f"api_key: '{file}' is no file with a key in it.")
         return text.encode()
 
     def policy(self) -> Policy:
