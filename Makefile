@@ -44,6 +44,7 @@ bench: setup  ## what a training step, scoring, slicing and decoding cost, as ra
 	$(PY) -m benchmarks.score
 	$(PY) -m benchmarks.slice
 	$(PY) -m benchmarks.decode
+	$(PY) -m benchmarks.load
 
 lint: setup  ## ruff, its formatter and pyright
 	@status=0; \
