@@ -1,7 +1,8 @@
 /* Attention of one token a row over the keys and values that its row has kept.
 
    A task is some query heads of one row that share keys and values. The new key and value are worked out by every task
-   that needs them, because that is cheaper than a barrier; the one with the first of the heads writes the cache. */
+   that needs them, because that is cheaper than a barrier; the one with the first of the heads writes the cache. Only
+   where rows are of one sequence, and see each other's, all are written before any is read. */
 
 #include "native.h"
 
@@ -76,6 +77,25 @@ static float soften(float *p, int64_t num, float scale) {
     return sum;
 }
 
+/* The new key and value of one row, worked out into k and v. wide: [q + k + v, head]. */
+static void make_key(const Model *model, const Block *block, const Row *row, const float *wide, int kv, float *k, float *v) {
+    int size = block->head;
+    memcpy(k, wide + (block->heads + kv) * size, sizeof(float) * size);
+    memcpy(v, wide + (block->heads + block->kv_heads + kv) * size, sizeof(float) * size);
+    if (block->k_norm.data) norm_head(k, size, block->k_norm, block->eps, model);
+    if (block->has_rope)
+        rotate(k, size, model->cosines + row->position * size, model->sines + row->position * size, model->is_bf16);
+}
+
+static void keep_key(const Block *block, const Row *row, int kv, const float *k, const float *v) {
+    const Slot *slot = row->slots + block->slot;
+    int64_t start = (kv * slot->capacity + row->position) * block->head;
+    for (int i = 0; i < block->head; i++) {
+        store(slot->first, start + i, k[i], slot->first_is_bf16);
+        store(slot->second, start + i, v[i], slot->second_is_bf16);
+    }
+}
+
 /* Query heads head to head + num of one row, which share keys and values. wide: [q + k + v, head], to: [num, head]. */
 static void attend_heads(Worker *own, const Block *block, const Row *row, const float *wide, int head, int num, float *to) {
     const Model *model = own->step->model;
@@ -84,23 +104,16 @@ static void attend_heads(Worker *own, const Block *block, const Row *row, const 
     int share_of = block->heads / block->kv_heads, kv = head / share_of;
     int64_t now = row->position, start = kv * slot->capacity * size, p_stride = (own->step->longest + LANES) / LANES * LANES;
     float *k = own->scratch, *v = k + size, *q = v + size, *p = q + (int64_t)num * padded; /* p: [num, p_stride] */
-    memcpy(k, wide + (block->heads + kv) * size, sizeof(float) * size);
-    memcpy(v, wide + (block->heads + block->kv_heads + kv) * size, sizeof(float) * size);
+    make_key(model, block, row, wide, kv, k, v);
     memset(q, 0, sizeof(float) * num * padded);
     const float *cosines = model->cosines + now * size, *sines = model->sines + now * size;
-    if (block->k_norm.data) norm_head(k, size, block->k_norm, block->eps, model);
-    if (block->has_rope) rotate(k, size, cosines, sines, is_bf16);
     for (int h = 0; h < num; h++) {
         float *x = q + h * padded;
         memcpy(x, wide + (head + h) * size, sizeof(float) * size);
         if (block->q_norm.data) norm_head(x, size, block->q_norm, block->eps, model);
         if (block->has_rope) rotate(x, size, cosines, sines, is_bf16);
     }
-    if (head % share_of == 0)
-        for (int i = 0; i < size; i++) {
-            store(slot->first, start + now * size + i, k[i], slot->first_is_bf16);
-            store(slot->second, start + now * size + i, v[i], slot->second_is_bf16);
-        }
+    if (head % share_of == 0 && !own->step->has_prompts) keep_key(block, row, kv, k, v);
     int64_t first = block->window && now + 1 > block->window ? now + 1 - block->window : 0, times = now - first;
     const char *keys = (const char *)slot->first + (start + first * size) * (slot->first_is_bf16 ? 2 : 4);
     dot_products(keys, size, slot->first_is_bf16, times, size, q, padded, num, p, p_stride);
@@ -124,6 +137,17 @@ void attend(Worker *own, const Block *block) {
     project(own, &block->k, own->normed, hidden, step->wide + block->heads * size, width, 0);
     project(own, &block->v, own->normed, hidden, step->wide + (block->heads + block->kv_heads) * size, width, 0);
     barrier(step->num_threads);
+    if (step->has_prompts) {
+        int64_t pairs = (int64_t)step->num_rows * block->kv_heads;
+        for (int64_t i = pairs * own->thread / step->num_threads; i < pairs * (own->thread + 1) / step->num_threads; i++) {
+            const Row *row = step->rows + i / block->kv_heads;
+            int kv = (int)(i % block->kv_heads);
+            float *k = own->scratch, *v = k + size;
+            make_key(step->model, block, row, step->wide + i / block->kv_heads * width, kv, k, v);
+            keep_key(block, row, kv, k, v);
+        }
+        barrier(step->num_threads);
+    }
     int share_of = block->heads / block->kv_heads;
     int64_t tasks = (int64_t)step->num_rows * block->heads;
     int64_t task = tasks * own->thread / step->num_threads, end = tasks * (own->thread + 1) / step->num_threads;

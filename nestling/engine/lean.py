@@ -71,26 +71,35 @@ class LeanDecoder:
 
     def step(self, rows: Sequence[RowState], tokens: Sequence[int]) -> Tensor:
         """See Decoder."""
-        longest = max(row.length for row in rows) + 1
+        return self.advance(rows, [(token,) for token in tokens])
+
+    def advance(self, rows: Sequence[RowState], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """See Reader: it makes no difference in how many parts, and beside what, a row reads its tokens."""
+        longest = max(row.length + len(read) for row, read in zip(rows, tokens, strict=True))
         if self._has_rope and longest > self._model.table:
             self._lay_table(longest)
-        asked = (Row * len(rows))()
-        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            assert 0 <= token < self._model.vocab
-            row.reserve(row.length + 1)
-            asked[i].token, asked[i].position, asked[i].slots = token, row.length, self._slots_of(row)
+        num = sum(map(len, tokens))
+        asked, i = (Row * num)(), 0
+        for row, read in zip(rows, tokens, strict=True):
+            row.reserve(row.length + len(read))
+            slots, is_prompt = self._slots_of(row), len(read) > 1 or row.length == 0
+            for position, token in enumerate(read, start=row.length):
+                assert 0 <= token < self._model.vocab
+                one, i = asked[i], i + 1
+                one.token, one.position, one.slots, one.is_prompt = token, position, slots, is_prompt
+            one.wants_logits = True
         logits = torch.empty(len(rows), self._model.vocab)
-        threads = self._pace.choose(len(rows))
-        needed = self._library.workspace_bytes(self._model, len(rows), threads, longest)
+        threads = self._pace.choose(num)
+        needed = self._library.workspace_bytes(self._model, num, threads, longest)
         if needed > self._workspace.numel():
             self._workspace = torch.empty(needed * 5 // 4, dtype=torch.uint8)
         started = perf_counter()
         self._library.take_step(
-            self._model, asked, len(rows), threads, longest, logits.data_ptr(), self._workspace.data_ptr()
+            self._model, asked, num, threads, longest, logits.data_ptr(), self._workspace.data_ptr()
         )
-        self._pace.note(len(rows), threads, perf_counter() - started)
-        for row in rows:
-            row.length += 1
+        self._pace.note(num, threads, perf_counter() - started)
+        for row, read in zip(rows, tokens, strict=True):
+            row.length += len(read)
         return logits
 
     def _slots_of(self, row: RowState) -> Any:
@@ -203,6 +212,7 @@ def _mamba(module: Any) -> Block:
     return Block(
         kind=native.MAMBA, mambas=module.num_heads, mdim=module.head_dim, groups=module.n_groups, state=state,
         conv=conv, gate_eps=module.norm.variance_epsilon, gate_norm=_vector(module.norm.weight),
+        least_dt=module.time_step_limit[0],
         q=_linear(module.in_proj), out=_linear(module.out_proj),
         conv_weight=_vector(module.conv1d.weight), conv_bias=_vector(module.conv1d.bias),
         a_log=_vector(module.A_log), d=_vector(module.D), dt_bias=_vector(module.dt_bias),

@@ -1,5 +1,6 @@
 /* One step of Mamba-2: a short convolution over the last few tokens, then the state of every head decays and takes in
-   the new token. The rounding follows the stock model's single-token path. */
+   the new token. The rounding follows the stock model's single-token path; for tokens of a prompt its path for several,
+   which computes in float32 from the convolution to the last projection and has a least time step. */
 
 #include "native.h"
 
@@ -32,7 +33,8 @@ static void convolve(const Model *model, const Block *block, const Slot *slot, f
 }
 
 /* One head of one row. projected: [z + x + B + C + dt], of which x, B and C are convolved. to: [mdim]. */
-static void scan_head(const Model *model, const Block *block, const Slot *slot, const float *projected, int head, float *to) {
+static void scan_head(const Model *model, const Block *block, const Row *row, const float *projected, int head, float *to) {
+    const Slot *slot = row->slots + block->slot;
     int size = block->mdim, state = block->state, inner = block->mambas * size, is_bf16 = model->is_bf16;
     int group = head / (block->mambas / block->groups);
     const float *x = projected + inner + head * size;
@@ -40,6 +42,10 @@ static void scan_head(const Model *model, const Block *block, const Slot *slot, 
     float dt = projected[2 * inner + 2 * block->groups * state + head];
     dt = rounded(dt + rounded(at(block->dt_bias, head), is_bf16), is_bf16);
     dt = rounded(dt > 20.0f ? dt : log1pf(expf(dt)), is_bf16);
+    if (row->is_prompt) {
+        dt = dt < block->least_dt ? block->least_dt : dt;
+        is_bf16 = 0;
+    }
     float decay = expf(dt * -expf(at(block->a_log, head)));
     float d = at(block->d, head);
     int d_is_bf16 = block->d.is_bf16;
@@ -69,7 +75,10 @@ static void scan_head(const Model *model, const Block *block, const Slot *slot, 
 }
 
 /* The gated norm over one group of one row, in place. */
-static void norm_group(const Model *model, const Block *block, const float *gate, float *x, int begin, int end) {
+static void norm_group(
+    const Model *model, const Block *block, const Row *row, const float *gate, float *x, int begin, int end
+) {
+    int rounds = model->is_bf16 && !row->is_prompt;
     lanes sums = {0};
     float sum = 0;
     for (int i = begin; i < end; i++) x[i] = x[i] * silu(gate[i]);
@@ -79,7 +88,7 @@ static void norm_group(const Model *model, const Block *block, const float *gate
     for (; i < end; i++) sum += x[i] * x[i];
     float scale = 1.0f / sqrtf(sum / (end - begin) + block->gate_eps);
     for (int j = begin; j < end; j++)
-        x[j] = rounded(at(block->gate_norm, j) * rounded(x[j] * scale, model->is_bf16), model->is_bf16);
+        x[j] = rounded(at(block->gate_norm, j) * rounded(x[j] * scale, rounds), model->is_bf16);
 }
 
 void scan(Worker *own, const Block *block) {
@@ -91,24 +100,26 @@ void scan(Worker *own, const Block *block) {
     normalize(own, step->hidden, block->norm, block->eps);
     project(own, &block->q, own->normed, model->hidden, step->wide, width, 0);
     barrier(step->num_threads);
-    int64_t tasks = (int64_t)step->num_rows * channels;
-    for (int64_t at_task = tasks * own->thread / threads, end = tasks * (own->thread + 1) / threads; at_task < end;) {
-        int64_t row = at_task / channels, begin = at_task % channels;
-        int64_t stop = end - row * channels < channels ? end - row * channels : channels;
+    int first = (int)(channels * own->thread / threads), last = (int)(channels * (own->thread + 1) / threads);
+    for (int64_t row = 0; row < step->num_rows; row++) {
         const Slot *slot = step->rows[row].slots + block->slot;
-        convolve(model, block, slot, step->wide + row * width + inner, (int)begin, (int)stop);
-        at_task += stop - begin;
+        convolve(model, block, slot, step->wide + row * width + inner, first, last);
     }
     barrier(step->num_threads);
-    tasks = (int64_t)step->num_rows * block->groups; /* a group has one norm, so its heads stay together */
-    for (int64_t task = tasks * own->thread / threads; task < tasks * (own->thread + 1) / threads; task++) {
+    int64_t tasks = (int64_t)step->num_rows * block->groups; /* a group has one norm, so its heads stay together */
+    int64_t task = tasks * own->thread / threads, end = tasks * (own->thread + 1) / threads;
+    if (step->has_prompts) task = 0, end = tasks; /* the tokens of a sequence stay together too: whole groups */
+    for (; task < end; task++) {
         int64_t row = task / block->groups;
         int group = (int)(task % block->groups);
+        if (step->has_prompts && group % threads != own->thread) continue;
         const float *projected = step->wide + row * width;
         float *to = step->mixed + row * width;
         for (int head = group * in_group; head < (group + 1) * in_group; head++)
-            scan_head(model, block, step->rows[row].slots + block->slot, projected, head, to + head * block->mdim);
-        norm_group(model, block, projected, to, group * in_group * block->mdim, (group + 1) * in_group * block->mdim);
+            scan_head(model, block, step->rows + row, projected, head, to + head * block->mdim);
+        norm_group(
+            model, block, step->rows + row, projected, to, group * in_group * block->mdim, (group + 1) * in_group * block->mdim
+        );
     }
     barrier(step->num_threads);
     project(own, &block->out, step->mixed, width, step->hidden, model->hidden, ADD);

@@ -1,6 +1,8 @@
 /* One step of decoding in C: what the files of this folder share.
 
-   A step takes one token a row through every block of a model. Rows are independent: each number of a row is computed
+   A step takes one token a row through every block of a model. Rows with the same slots are one sequence: they stand
+   one after the other, in the order of their positions, and each sees those before it. That is how a prompt is read:
+   its tokens give the same numbers in one step, in several, or one by one. Rows are independent: each number of a row is computed
    by the same operations in the same order whatever the other rows are, how many there are, and how many threads run.
    Weights are read where they lie (base pointer and row stride), so a member of a nest needs no copy of its own.
 
@@ -48,6 +50,7 @@ typedef struct {
     float scale;
     int32_t mambas, mdim, groups, state, conv; /* Mamba-2 */
     float gate_eps;
+    float least_dt; /* time step of a token of a prompt */
     int32_t is_gated;                                             /* silu(gate) * up, else relu(up) squared */
     int32_t experts, active, is_sigmoid, is_normed, node_groups, node_active; /* router */
     int32_t rounds_weights; /* the router's weights are rounded to bf16 */
@@ -79,6 +82,7 @@ typedef struct {
 typedef struct {
     int64_t token, position;
     const Slot *slots;
+    int32_t is_prompt, wants_logits;
 } Row;
 
 /* What every thread sees in a step. */
@@ -86,7 +90,8 @@ typedef struct {
     const Model *model;
     const Row *rows;
     int num_rows, num_threads;
-    float *logits;  /* [row, vocab] */
+    int has_prompts; /* some rows are of one sequence */
+    float *logits;  /* [row that wants them, vocab] */
     float *hidden;  /* [row, hidden] */
     float *wide;    /* [row, width]: projections of a block */
     float *mixed;   /* [row, width]: what the block's last projection reads */

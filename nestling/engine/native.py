@@ -60,7 +60,7 @@ class Block(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32), ("slot", c_int32), ("norm", Vector), ("eps", c_float),
         *((name, c_int32) for name in _INTS), ("scale", c_float),
-        *((name, c_int32) for name in _MAMBA), ("gate_eps", c_float),
+        *((name, c_int32) for name in _MAMBA), ("gate_eps", c_float), ("least_dt", c_float),
         ("is_gated", c_int32), *((name, c_int32) for name in _ROUTER), ("routed_scale", c_float),
         *((name, Vector) for name in _VECTORS), *((name, Matrix) for name in _MATRICES),
     )  # fmt: skip
@@ -83,7 +83,10 @@ class Slot(ctypes.Structure):
 
 
 class Row(ctypes.Structure):
-    _fields_ = (("token", c_int64), ("position", c_int64), ("slots", POINTER(Slot)))
+    _fields_ = (
+        ("token", c_int64), ("position", c_int64), ("slots", POINTER(Slot)),
+        ("is_prompt", c_int32), ("wants_logits", c_int32),
+    )  # fmt: skip
 
 
 @cache

@@ -97,13 +97,20 @@ static void work(void *given, int thread) {
         else route(own, block);
     }
     normalize(own, step->hidden, model->norm, model->eps);
+    Step last = *step;
+    last.num_rows = 0;
+    for (int row = 0; row < step->num_rows; row++)
+        if (step->rows[row].wants_logits)
+            memmove(own->normed + (int64_t)last.num_rows++ * hidden, own->normed + (int64_t)row * hidden, hidden * sizeof(float));
+    own->step = &last;
     project(own, &model->head, own->normed, hidden, step->logits, model->vocab, 0);
     release_tiles(own);
 }
 
-/* Every row reads its token. logits: [row, vocab]; workspace: as many bytes as `workspace_bytes` says. */
+/* Every row reads its token. logits: [row that wants them, vocab]; workspace: as many bytes as `workspace_bytes` says. */
 void take_step(const Model *model, const Row *rows, int num_rows, int num_threads, int64_t longest, float *logits, char *workspace) {
     Step step = {.model = model, .rows = rows, .num_rows = num_rows, .num_threads = num_threads, .longest = longest, .logits = logits};
+    for (int row = 1; row < num_rows; row++) step.has_prompts |= rows[row].slots == rows[row - 1].slots;
     Worker workers[num_threads];
     Widths w = widths(model, longest);
     lay_out(&step, workers, &w, (char *)aligned((int64_t)(uintptr_t)workspace));
