@@ -208,7 +208,7 @@ def test_a_stream_that_nobody_holds_is_cancelled(nests):
 
 
 def test_logits_that_are_not_numbers_are_an_error_of_that_answer_alone(nests):
-    with Engine(nests("llama")) as engine:
+    with Engine(nests("llama"), settings=EngineSettings(decoder="stock")) as engine:
         engine._running["S"].loaded.model.get_input_embeddings().weight = torch.nn.Parameter(
             torch.full_like(engine._running["S"].loaded.model.get_input_embeddings().weight, float("nan"))
         )

@@ -9,6 +9,7 @@ import torch
 from nestling.engine.decode import read
 from nestling.engine.engine import Engine
 from nestling.engine.handover import Trail, handed_over, why_not
+from nestling.engine.lean import decoder_for
 from nestling.engine.prefill import last_boundary, read_segment, segment_end
 from nestling.engine.settings import EngineSettings
 from nestling.engine.state import RowState
@@ -109,19 +110,21 @@ def test_segments_end_at_the_same_places_however_long_the_context_grows(length):
     assert last_boundary(length, CHUNK) == (ends[-2] if len(ends) > 1 else 0)
 
 
-def test_a_state_that_read_along_is_bit_equal_with_one_that_read_at_once(folder):
+@pytest.mark.parametrize("which", ["stock", "auto"])
+def test_a_state_that_read_along_is_bit_equal_with_one_that_read_at_once(folder, which):
     weights = Weights(open_nest(folder))
     member = weights.load(weights.nest.member("100"))
+    decoder = decoder_for(member, decoder=which)
     ids = tiny.tokens(1, 45)[0].tolist()
     fresh, along = (RowState(member.layout, member.dtype) for _ in range(2))
     with torch.inference_mode():
         while fresh.length < 45:
-            expected = read_segment(member, fresh, ids, CHUNK)
+            expected = read_segment(decoder, fresh, ids, CHUNK)
         for known in range(3, 46):
             while along.length < last_boundary(known, CHUNK):
-                read_segment(member, along, ids[:known], CHUNK)
+                read_segment(decoder, along, ids[:known], CHUNK)
         assert along.length == 40
-        assert torch.equal(read_segment(member, along, ids, CHUNK), expected)
+        assert torch.equal(read_segment(decoder, along, ids, CHUNK), expected)
         assert equal(along, fresh)
         whole = RowState(member.layout, member.dtype)
         torch.testing.assert_close(read(member, whole, ids), expected, rtol=0, atol=2e-5)  # one pass: other shapes

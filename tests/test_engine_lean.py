@@ -85,6 +85,41 @@ def test_logits_and_states_are_the_stock_modules(weights, full, which):
             assert_close(a.keys[layer][:, : a.length].float(), tensor[:, : b.length].float(), member.dtype)
 
 
+@pytest.mark.parametrize("which", ["full", "smaller"])
+def test_a_prompt_read_at_once_is_the_stock_modules(weights, full, which):
+    member = full if which == "full" else smaller(weights)
+    if member.dtype == torch.bfloat16:
+        pytest.skip("over a whole prompt, roundings choose other experts; the next test compares with single steps")
+    decoder = LeanDecoder(member)
+    for prompt in prompts(1, 2, 7, 33):
+        ours, stock = RowState(member.layout, member.dtype), RowState(member.layout, member.dtype)
+        assert_close(decoder.advance([ours], [prompt])[0], read(member, stock, prompt), member.dtype)
+        assert ours.length == stock.length == len(prompt)
+        after = prompts(5)[0]
+        for token in after:
+            assert_close(decoder.step([ours], [token])[0], read(member, stock, [token]), member.dtype)
+
+
+def test_a_prompt_is_the_same_bit_for_bit_in_any_parts_and_company(full):
+    (prompt,) = prompts(41)
+    others = prompts(3, 17)
+    whole = RowState(full.layout, full.dtype)
+    logits = LeanDecoder(full, threads=1).advance([whole], [prompt])[0]
+    # A Mamba layer rounds a prompt's tokens at other places than decoded ones, as the stock one does.
+    singly = [(range(1, 41), 1)] if full.dtype == torch.float32 else []
+    for cuts, threads in [*singly, ((2,), 1), ((16, 18, 37), 1), ((5, 30), 2), ((), 2), ((39,), 2)]:
+        decoder, parted = LeanDecoder(full, threads=threads), RowState(full.layout, full.dtype)
+        for i, (start, end) in enumerate(zip((0, *cuts), (*cuts, len(prompt)), strict=True)):
+            company = [RowState(full.layout, full.dtype) for _ in others[: i % 3]]
+            tokens = [*others[: i % 3], prompt[start:end]]
+            found = decoder.advance([*company, parted], tokens)[-1]
+        assert torch.equal(found, logits), (cuts, threads)
+        (step,) = prompts(1)[0]
+        again = RowState(full.layout, full.dtype)
+        decoder.advance([again], [prompt])
+        assert torch.equal(decoder.step([parted], [step]), decoder.step([again], [step]))
+
+
 def test_a_row_is_the_same_bit_for_bit_in_any_company(full):
     lengths = (3, 7, 1, 12, 5, 2, 9, 4, 8, 6, 1, 3, 11, 2, 5, 7, 4, 10, 3)  # more than the kernel takes at once
     tokens = list(zip(*prompts(*[4] * len(lengths)), strict=True))

@@ -1,4 +1,4 @@
-"""One step of decoding for many rows of one member: each row gives one token and gets its logits.
+"""One step of many rows of one member: each row gives some tokens and gets the logits after the last.
 
 A decoder never lets one row's result depend on which others are in the batch: the scheduler changes the batch with
 every token, and an answer must not change with it. Two decoders are known: the stock modules one row at a time, which
@@ -25,6 +25,10 @@ class Decoder(Protocol):
         """Each row reads one token; its state is advanced. Returns logits [row, vocab] in float32."""
         ...
 
+    def advance(self, rows: Sequence[RowState], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The same with one token or more for each row, of which the last gives the logits."""
+        ...
+
 
 class StockDecoder:
     """The stock modules, one row at a time."""
@@ -34,7 +38,11 @@ class StockDecoder:
 
     def step(self, rows: Sequence[RowState], tokens: Sequence[int]) -> Tensor:
         """See Decoder."""
-        return torch.stack([read(self.member, row, (token,)) for row, token in zip(rows, tokens, strict=True)])
+        return self.advance(rows, [(token,) for token in tokens])
+
+    def advance(self, rows: Sequence[RowState], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """See Decoder."""
+        return torch.stack([read(self.member, row, some) for row, some in zip(rows, tokens, strict=True)])
 
 
 @torch.inference_mode()

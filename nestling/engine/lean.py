@@ -74,7 +74,8 @@ class LeanDecoder:
         return self.advance(rows, [(token,) for token in tokens])
 
     def advance(self, rows: Sequence[RowState], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """See Reader: it makes no difference in how many parts, and beside what, a row reads its tokens."""
+        """See Decoder. It makes no difference beside what a row reads its tokens, nor in how many parts of two or more:
+        a Mamba layer rounds at other places in a prompt than in decoding, as the stock one does."""
         longest = max(row.length + len(read) for row, read in zip(rows, tokens, strict=True))
         if self._has_rope and longest > self._model.table:
             self._lay_table(longest)

@@ -3,7 +3,8 @@
 A state that was read in other segments differs in the last bits: matrices of other shapes are multiplied by other
 kernels. So segments end at multiples of `chunk` counted from the context's start, whoever reads and why: a fresh run,
 a hand-over, a shadow that reads along, a prompt whose beginning was kept from an earlier turn. All of them hold the
-same state at each of those ends, bit for bit. A context of one segment is read as stock `generate` reads it.
+same state at each of those ends, bit for bit. With the stock modules a context of one segment is read as stock
+`generate` reads it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nestling.engine.decode import read
+from nestling.engine.decode import Decoder
 from nestling.engine.state import RowState
-from nestling.engine.weights import Loaded
 
 LEAST_LAST = 2  # tokens of the last segment: a Mamba layer reads a single token by other formulas than several
 
@@ -30,7 +30,7 @@ def segment_end(start: int, length: int, chunk: int) -> int:
     return min((start // chunk + 1) * chunk, last) if start < last else length
 
 
-def read_segment(member: Loaded, state: RowState, ids: Sequence[int], chunk: int) -> Tensor:
-    """The member reads the next segment of a context that `state` has read some of. Returns the logits after it:
+def read_segment(decoder: Decoder, state: RowState, ids: Sequence[int], chunk: int) -> Tensor:
+    """A member reads the next segment of a context that `state` has read some of. Returns the logits after it:
     [vocab] in float32."""
-    return read(member, state, ids[state.length : segment_end(state.length, len(ids), chunk)])
+    return decoder.advance([state], [ids[state.length : segment_end(state.length, len(ids), chunk)]])[0]

@@ -103,7 +103,7 @@ class Scheduler:
     def _read_segment(self, answer: Answer, state: RowState, member: str) -> tuple[int, Tensor]:
         """A member reads the next segment of an answer's context. Returns the tokens read, and the logits."""
         start = state.length
-        logits = read_segment(self.members[member].loaded, state, answer.ids, self.chunk)
+        logits = read_segment(self.members[member].decoder, state, answer.ids, self.chunk)
         if state.length == min(answer.tag // self.chunk * self.chunk, last_boundary(len(answer.ids), self.chunk)):
             self.prefixes.keep(member, answer.ids, state)
         return state.length - start, logits
