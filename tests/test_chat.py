@@ -58,18 +58,6 @@ class Terminal:
         self._mark += len(shown) + len(found)
         return shown + found
 
-    def interrupt(self, text: str) -> None:
-        """Press Ctrl-C until the screen shows a text: readline does not hear a signal between its prompt and its wait
-        for keys, which a test is quick enough to hit."""
-        end = time.monotonic() + PATIENCE
-        while text not in self._new:
-            assert time.monotonic() < end, f"the screen does not show {text!r}, but:\n{self.raw}"
-            self.type("\x03")
-            soon = time.monotonic() + 2
-            while text not in self._new and time.monotonic() < soon:
-                self._read()
-        self.wait_for(text)
-
     def end(self) -> int:
         """Wait until the process has ended. Returns its exit code."""
         end = time.monotonic() + PATIENCE
@@ -221,8 +209,6 @@ def endless(tmp_path: Path) -> Iterator[Terminal]:
 
 def test_control_c_cancels_the_answer_and_not_the_chat(endless: Terminal) -> None:
     terminal = endless
-    terminal.wait_for("> ")
-    terminal.interrupt("Ctrl-D or /quit leaves")
     terminal.wait_for("> ")
     terminal.type("12+34\r")
     terminal.wait_for("12+34")
