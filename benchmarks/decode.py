@@ -7,7 +7,7 @@ difference of their times. "decoder" is Nestling's step alone, "engine" the whol
 streams.
 
 The read-bandwidth limit is the weights that one token reads over the bandwidth that as many threads reach when they
-sum a large array, measured in the same rounds.
+read a large array for a sum or a float32 product, whichever is faster, measured in the same rounds.
 
     python -m benchmarks.decode --nest runs/nest --smollm2 runs/smollm2/model
 """
@@ -142,7 +142,8 @@ def measure(subjects: Sequence[Subject], rounds: int) -> str:
         for subject in subjects:
             ratios.setdefault(subject.title, []).append(_spawn("views", 1, subject))
     parts = [
-        f"Greedy, bf16 weights, prompts of {PROMPT} tokens, best of {rounds} rounds; {hardware(max(THREADS))}. "
+        f"Greedy, bf16 weights, prompts of {PROMPT} tokens, best of {rounds} round{'s' * (rounds > 1)}; "
+        f"{hardware(max(THREADS))}. "
         + "Reading memory: "
         + ", ".join(f"{speed:.1f} GB/s on {n} thread{'s' * (n > 1)}" for n, speed in bandwidth.items())
         + "."
@@ -193,8 +194,9 @@ def _spawn(engine: str, threads: int, subject: Subject | None = None, **more: An
             "gguf": str(subject.gguf), "tokens": subject.tokens,
         }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.decoding", json.dumps(told)]
-    # Threads that spin while they wait take the core from the process that they are compared with.
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    # The engines wait for threads as they do by default: told not to spin, the others lose an order of magnitude.
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if ran.returncode:
         raise RuntimeError(f"{engine} failed:\n{ran.stderr[-2000:]}")
