@@ -316,7 +316,7 @@ def test_logprobs_are_told_as_each_endpoint_has_them():
         Text(phase=ANSWERING, text="t\u00f6", tokens=(token,)),
     ]
     _, body = reply(ChatForm(model="nest", has_logprobs=True), [*events, FINISHED])
-    told = ChatCompletion.model_validate(body).choices[0].logprobs.content
+    told = ChatCompletion.model_validate(body).choices[0].logprobs.content or []
     assert [(one.token, one.logprob, len(one.top_logprobs)) for one in told] == [("t\u00f6", -0.5, 2)] * 2
     assert bytes(told[0].bytes).decode() == "t\u00f6"
     chunks, body = reply(CompletionForm(model="nest", has_logprobs=True), [*events, FINISHED])
