@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import threading
@@ -122,6 +123,7 @@ def _engine(batch: int, threads: int, *, nest: str, sizes: dict[str, int], **res
     from nestling.request import Request
 
     engine = Engine(nest, settings=EngineSettings(threads=threads, prefix_bytes=0))
+    atexit.register(engine.close)  # its thread must not be inside torch when the process ends
     member = "measured" if sizes else FULL
     if sizes:
         engine.add_member(member, sizes)
