@@ -97,7 +97,10 @@ def test_two_policies_are_compared_on_the_same_prompt(page):
         for one in (first, second)
     ]
     shown = 0.0005 * 2  # seconds are shown in thousandths, two rows added
-    scales = [(length / (sum(rows) + shown), length / (sum(rows) - shown)) for length, rows in zip(lengths, seconds)]
+    scales = [
+        (length / (sum(rows) + shown), length / (sum(rows) - shown))
+        for length, rows in zip(lengths, seconds, strict=True)
+    ]
     assert max(low for low, _ in scales) <= min(high for _, high in scales)  # one scale for both bars
 
 
