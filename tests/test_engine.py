@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -227,6 +229,20 @@ def test_closing_ends_what_runs_and_what_waits(nests):
     with pytest.raises(Full):
         engine.submit(plain(prompt(9)))
     assert "nestling-engine" not in {thread.name for thread in threading.enumerate() if thread is engine._thread}
+
+
+def test_a_process_that_ends_in_the_middle_of_an_answer_does_not_abort(nests):
+    code = f"""
+import atexit, os
+from nestling.engine.engine import Engine
+from nestling.request import Request
+atexit.register(lambda: os._exit(7 if engine._thread.is_alive() else 0))  # runs last
+engine = Engine({str(nests("nemotron_h"))!r})
+stream = engine.submit(Request(prompt=(5, 6, 7), max_tokens=60, is_plain=True))
+next(iter(stream))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_member_is_added_while_others_run(nests):

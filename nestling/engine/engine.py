@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -36,7 +37,8 @@ MOST_TAG = 24  # tokens at a prompt's end that may be tags and white space
 
 
 class Engine:
-    """Answers requests with the members of one nest; see request.Runtime. Use it as a context, or close it."""
+    """Answers requests with the members of one nest; see request.Runtime. Use it as a context, or close it; else
+    the process closes it at its end."""
 
     def __init__(self, folder: str | Path, *, settings: EngineSettings | None = None) -> None:
         self.settings = settings or EngineSettings()
@@ -61,6 +63,7 @@ class Engine:
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="nestling-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread inside torch does not survive the interpreter's end
 
     def __enter__(self) -> Engine:
         return self
@@ -146,6 +149,7 @@ class Engine:
             self._is_closed = True
             self._changed.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _machine(self, request: Request, *, is_open: bool) -> Machine:
         return Machine(
