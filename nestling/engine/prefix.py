@@ -2,9 +2,10 @@
 
 The next turn's prompt leaves the thoughts out, so it differs from what was computed behind the tag that opens them, and
 a recurrent state cannot be cut back to there. Therefore each member that reads a prompt leaves a copy of its state at
-the last boundary of segments before that tag. A hit gives back keys, values and recurrent states together, as one
-row's state; a prompt continues from it as if it had read everything itself, bit for bit, because segments end where
-they always do.
+the last boundary of segments before that tag: one more segment, up to the tag itself, would read all weights once more,
+which is what it costs the next turn to read the few tokens between. A hit gives back keys, values and recurrent states
+together, as one row's state; a prompt continues from it as if it had read everything itself, bit for bit, because
+segments end where they always do.
 """
 
 from __future__ import annotations
