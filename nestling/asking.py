@@ -12,7 +12,7 @@ from typing import Any
 
 from nestling.events import Ended, Finished
 from nestling.policy import Policy
-from nestling.request import Request
+from nestling.request import Request, check_stop
 from nestling.sampling import Sampling
 
 MAX_TOKENS = 2048  # where the context has room for them and nothing is asked
@@ -62,6 +62,7 @@ class AskSettings:
         """Refuse what no runtime with these members can do."""
         self.policy().check(members)
         self.sampling().check()
+        check_stop(self.stop)
         if self.max_tokens is not None:
             if self.max_tokens < 1:
                 raise ValueError(f"max_tokens is {self.max_tokens}: expected a whole number, 1 or more.")

@@ -88,7 +88,11 @@ def skeleton(config: Config, *, device: str = "cpu") -> PreTrainedModel:
     with torch.device("meta"):
         # Layers of a skeleton are called through proxies, where transformers cannot record router logits.
         known = {"output_router_logits": False} if "output_router_logits" in config else {}
-        model = AutoModelForCausalLM.from_config(config_object(config | known))
+        stock = config_object(config | known)
+        dtype = stock.dtype
+        # With a dtype, transformers changes torch's default one until the model is there, for all threads.
+        model = AutoModelForCausalLM.from_config(stock, dtype=None)
+        model.config.dtype = dtype
     for module in model.modules():
         kept = module._non_persistent_buffers_set
         if any(module._buffers[name] is not None and module._buffers[name].is_meta for name in kept):  # type: ignore[union-attr]
@@ -210,6 +214,8 @@ def row_cache(model: PreTrainedModel, state: Any) -> DynamicCache:
             cache.layers[i] = _RowRecurrent(state, i)
         elif isinstance(layer, DynamicLayer):
             cache.layers[i] = _RowAttention(state, i, window=0)
+    if not state.keys:  # the stock model asks some attention layer for the length, also where it has none
+        cache.layers.append(_RowAttention(state, len(cache.layers), window=0))
     return cache
 
 

@@ -26,6 +26,12 @@ class Request:
     messages: tuple[Mapping[str, Any], ...] = ()  # what the prompt was made from, for engines that only chat
 
 
+def check_stop(stop: object) -> None:
+    """Refuse stop strings that could never be found, or that are letters where a tuple of texts is meant."""
+    if not isinstance(stop, (tuple, list)) or not all(isinstance(one, str) and one for one in stop):
+        raise ValueError(f"stop is {stop!r}: expected texts of one letter or more.")
+
+
 class Full(RuntimeError):
     """More is asked at once than was admitted: try again later."""
 

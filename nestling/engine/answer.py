@@ -51,7 +51,7 @@ class Phase:
     is_told: bool = False  # Started was sent
 
 
-@dataclass
+@dataclass(eq=False)
 class Answer:
     """See above. `ids` is the context; `member` generates next, and `state` is that of `holder` after some of `ids`."""
 
@@ -93,6 +93,11 @@ class Answer:
     def member(self) -> str:
         """The member that generates."""
         return self.phase.member
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the prompt and all that follows it may come to."""
+        return self.num_prompt + self.request.max_tokens
 
     @property
     def is_decoding(self) -> bool:

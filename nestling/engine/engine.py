@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -29,11 +30,12 @@ from nestling.engine.weights import Weights
 from nestling.events import CANCELLED
 from nestling.nest import FULL, Member, check_sizes, open_nest
 from nestling.policy import REPLAY
-from nestling.request import Full, Request, TooLong
+from nestling.request import Full, Request, TooLong, check_stop
 from nestling.template import template_of
 from nestling.think import Machine
 
 MOST_TAG = 24  # tokens at a prompt's end that may be tags and white space
+LONE = re.compile("[\ud800-\udfff]")  # half of a character: JSON can spell it, and bytes that are no text become it
 
 
 class Engine:
@@ -58,7 +60,7 @@ class Engine:
             self._load(member)
         self._scheduler = Scheduler(self._running, chunk=self.settings.chunk, prefixes=self.prefixes)
         self._waiting: deque[Answer] = deque()
-        self._in_flight: dict[Outlet, int] = {}  # what runs or waits -> tokens that it may come to
+        self._in_flight: list[Answer] = []  # what runs or waits
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="nestling-engine", daemon=True)
@@ -90,6 +92,8 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text; special tokens are read as such and none is added."""
+        if wrong := LONE.search(text):
+            raise ValueError(f"the text is not valid Unicode: {wrong[0]!r} is half of a character.")
         return self._codec.encode(text, add_special_tokens=False).ids
 
     def submit(self, request: Request) -> AnswerStream:
@@ -112,15 +116,15 @@ class Engine:
         with self._changed:
             if self._is_closed:
                 raise Full("the engine is closed.")
-            tokens = len(ids) + request.max_tokens
+            tokens, in_flight = answer.most_tokens, self._tokens_in_flight
             if len(self._waiting) >= self.settings.max_waiting + self._num_free:
                 raise Full(f"{len(self._waiting)} answers are waiting already, no more are admitted. Try again later.")
-            if sum(self._in_flight.values()) + tokens > self.settings.max_tokens_in_flight:
+            if in_flight + tokens > self.settings.max_tokens_in_flight:
                 raise Full(
-                    f"{sum(self._in_flight.values()):,} tokens are in flight, and this answer may come to {tokens:,}: "
-                    f"more than the {self.settings.max_tokens_in_flight:,} that are admitted. Try again later."
+                    f"{in_flight:,} tokens are in flight, and this answer may come to {tokens:,}: more than "
+                    f"the {self.settings.max_tokens_in_flight:,} that are admitted. Try again later."
                 )
-            self._in_flight[outlet] = tokens
+            self._in_flight.append(answer)
             self._waiting.append(answer)
             self._changed.notify()
         return AnswerStream(outlet, self._cancel)
@@ -128,12 +132,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine does at the moment."""
         with self._changed:
-            answers = list(self._scheduler.answers)
+            answers = [answer for answer in self._scheduler.answers if not answer.is_over]
             states = [state for answer in answers for state in (answer.state, answer.shadow) if state is not None]
             return EngineStats(
                 rows_running=len(answers),
                 rows_waiting=len(self._waiting),
-                tokens_in_flight=sum(self._in_flight.values()),
+                tokens_in_flight=self._tokens_in_flight,
                 weight_bytes=self.weights.nbytes,
                 copied_bytes=self.weights.copied_bytes,
                 row_bytes=sum(state.nbytes for state in states),
@@ -173,8 +177,13 @@ class Engine:
 
     @property
     def _num_free(self) -> int:
-        """Places for what waits."""
-        return max(0, self.settings.max_rows - len(self._scheduler.answers))
+        """Places for what waits. What is over has none, also before the turn in which it ended is."""
+        return max(0, self.settings.max_rows - sum(not answer.is_over for answer in self._scheduler.answers))
+
+    @property
+    def _tokens_in_flight(self) -> int:
+        """Tokens that all that runs or waits may come to."""
+        return sum(answer.most_tokens for answer in self._in_flight if not answer.is_over)
 
     def _load(self, member: Member) -> None:
         loaded = self.weights.load(member)
@@ -186,6 +195,7 @@ class Engine:
         request.policy.check(self.members)
         request.sampling.check()
         self._check_handover(request)
+        check_stop(request.stop)
         if type(request.max_tokens) is not int or request.max_tokens < 1:
             raise ValueError(f"max_tokens is {request.max_tokens!r}: expected a whole number, 1 or more.")
         if request.logprobs is not None and (type(request.logprobs) is not int or request.logprobs < 0):
@@ -237,31 +247,27 @@ class Engine:
         with self._changed:
             while not (self._is_closed or self._waiting or self._scheduler.answers):
                 self._changed.wait()
-            if self._is_closed:
-                begun, left = self._scheduler.answers, list(self._waiting)
+            is_closed = self._is_closed
+            if is_closed:
+                cancelled, joining = [*self._scheduler.answers, *self._waiting], []
                 self._scheduler.answers = []
                 self._waiting.clear()
-                for answer in [*begun, *left]:
-                    answer.finish(CANCELLED)
                 self._in_flight.clear()
-                return False
-            cancelled = [answer for answer in self._waiting if answer.outlet.is_cancelled]
-            joining = []
-            for answer in cancelled:
-                self._waiting.remove(answer)
-            while self._waiting and len(joining) < self._num_free:
-                joining.append(self._waiting.popleft())
-        for answer in cancelled:
+            else:
+                cancelled = [answer for answer in self._waiting if answer.outlet.is_cancelled]
+                for answer in cancelled:
+                    self._waiting.remove(answer)
+                joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._num_free))]
+        for answer in cancelled:  # not under the lock, which a reader may want
             answer.finish(CANCELLED)
         for answer in joining:
             self._scheduler.add(answer)
-        return True
+        return not is_closed
 
     def _forget(self) -> None:
         """Give back what finished answers had been granted."""
         with self._changed:
-            alive = {answer.outlet for answer in (*self._scheduler.answers, *self._waiting)}
-            self._in_flight = {outlet: n for outlet, n in self._in_flight.items() if outlet in alive}
+            self._in_flight = [answer for answer in self._in_flight if not answer.is_over]
 
 
 def _stop_tokens(folder: Path, config: hf.Config) -> frozenset[int]:

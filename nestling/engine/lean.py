@@ -89,7 +89,7 @@ class LeanDecoder:
                 one, i = asked[i], i + 1
                 one.token, one.position, one.slots, one.is_prompt = token, position, slots, is_prompt
             one.wants_logits = True
-        logits = torch.empty(len(rows), self._model.vocab)
+        logits = torch.empty(len(rows), self._model.vocab, dtype=torch.float32)
         threads = self._pace.choose(num)
         needed = self._library.workspace_bytes(self._model, num, threads, longest)
         if needed > self._workspace.numel():
@@ -259,7 +259,7 @@ def _dense(module: Any) -> dict[str, Any]:
 
 def _is_gated(module: Any, has_gate: bool) -> bool:
     """Whether a feed-forward is silu(gate) * up; else it is relu(up) squared. Anything else is refused."""
-    given = torch.tensor([-1.5, 0.5, 2.0])
+    given = torch.tensor([-1.5, 0.5, 2.0], dtype=torch.float32)
     expected = torch.nn.functional.silu(given) if has_gate else given.relu().square()
     if not torch.equal(module.act_fn(given), expected):
         raise Unknown(f"its activation is {type(module.act_fn).__name__}")

@@ -141,16 +141,16 @@ class Scheduler:
         for answer in self.answers:
             if answer.is_over or not answer.is_shadowed or answer.phase.name != THINKING:
                 continue
-            if answer.shadow is None:
-                answer.shadow = self._found(answer, self.members[answer.answer].loaded)
-                answer.num_shadowed = 0
-            if answer.shadow.length < last_boundary(len(answer.ids), self.chunk):
+            if answer.shadow is None or answer.shadow.length < last_boundary(len(answer.ids), self.chunk):
                 _guard([answer], lambda answer=answer: self._read_shadow(answer))
                 return
 
     def _read_shadow(self, answer: Answer) -> None:
-        assert answer.shadow is not None
-        answer.num_shadowed += self._read_segment(answer, answer.shadow, answer.answer)[0]
+        if answer.shadow is None:
+            answer.shadow = self._found(answer, self.members[answer.answer].loaded)
+            answer.num_shadowed = 0
+        if answer.shadow.length < last_boundary(len(answer.ids), self.chunk):
+            answer.num_shadowed += self._read_segment(answer, answer.shadow, answer.answer)[0]
 
 
 def _guard(answers: list[Answer], work: Callable[[], int | None]) -> int | None:

@@ -36,7 +36,7 @@ class RowState:
                 self.keys[layer], self.values[layer] = empty, empty
             if "ssm" in kept:
                 inner, state = dims(parse(kept["ssm"]), sizes)
-                self.ssm[layer] = torch.zeros(inner // sizes["mdim"], sizes["mdim"], state)
+                self.ssm[layer] = torch.zeros(inner // sizes["mdim"], sizes["mdim"], state, dtype=torch.float32)
                 self.conv[layer] = torch.zeros(dims(parse(kept["conv"]), sizes), dtype=dtype)
 
     def reserve(self, length: int) -> None:

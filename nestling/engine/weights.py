@@ -103,6 +103,8 @@ class Weights:
         cut = self._cuts.get(key)
         if cut is None:
             cut = take(self.full[name], shape, self.layout.sizes, keep)
+            if cut.dim() > 1 and cut.stride(-1) != 1:  # products read rows whose values lie side by side
+                cut = cut.contiguous()
             if is_parameter:  # as the model will hold it: a weak reference to anything else would not last
                 cut = nn.Parameter(cut, requires_grad=False)
             self._cuts[key] = cut
